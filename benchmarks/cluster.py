@@ -81,7 +81,8 @@ def seconds_of(what: str, runs: Path, options: argparse.Namespace, address: str,
 def results(what: str, runs: Path) -> list[str]:
     """What must be the same wherever it is computed."""
     if what == _RUN:
-        return [str((line.round, line.accuracy, line.bytes_down, line.bytes_up)) for line in read_metrics(runs / "latest")]
+        rounds = read_metrics(runs / "latest")
+        return [str((line.round, line.accuracy, line.bytes_down, line.bytes_up)) for line in rounds]
     (table,) = runs.glob("*-compare/runs.csv")
     with table.open(newline="") as file:
         return sorted(str([line[key] for key in _SAME]) for line in csv.DictReader(file))

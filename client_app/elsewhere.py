@@ -10,7 +10,9 @@ server's, in the folder of caches, and goes with the client if that trains on an
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +81,16 @@ class FarClients:
 
 
 def answered(
-    client_app: ClientApp, config: Mapping[str, Any], paths: Mapping[str, str], asked: Asked
+    client_app: ClientApp, config: Mapping[str, Any], there: Callable[[str], str], asked: Asked
 ) -> Answered | Lacking:
-    """A client's reply, on its machine. `config`: with the paths of this machine."""
+    """A client's reply, on its machine.
+
+    Args:
+        client_app: what the client runs.
+        config: of the run, with the paths of this machine.
+        there: function of a setting of the message, which makes its paths those of this machine (`with_paths`).
+        asked: what came.
+    """
     message, personal, before = asked.message, _personal_state(asked.message), set[str]()
     if personal:
         personal.change(asked.files or {}, ())
@@ -90,7 +99,7 @@ def answered(
         before = personal.names()
     if message.has_content():
         for record in message.content.config_records.values():
-            record.update({key: _there(value, paths) for key, value in record.items() if isinstance(value, str)})
+            record.update({key: there(value) for key, value in record.items() if isinstance(value, str)})
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
     context = Context(1, asked.node_id, dict(asked.node_config), asked.state, dict(config))
     reply = reply_of(client_app, message, context)
@@ -150,10 +159,13 @@ def _personal_state(message: Message) -> _PersonalState | None:
     return _PersonalState(folder, manifest.current)
 
 
-def _there(text: str, paths: Mapping[str, str]) -> str:
-    """A setting with paths of this machine; one may have several, separated by commas, or be JSON."""
+def with_paths(paths: Mapping[str, str], text: str) -> str:
+    """A setting with other paths, path → the other. It may have several, separated by commas, or be JSON."""
     if text.startswith("{"):
-        for path, there in paths.items():
-            text = text.replace(json.dumps(path), json.dumps(there))
-        return text
-    return paths.get(text) or ",".join(paths.get(each, each) for each in text.split(","))
+        with suppress(ValueError, AttributeError):  # it is no table of tables: the client says what is wrong with it
+            tables = json.loads(text)
+            for table in tables.values():
+                table.update({key: with_paths(paths, value) for key, value in table.items() if isinstance(value, str)})
+            return json.dumps(tables)
+    each = [text] if os.path.normpath(text) in paths else text.split(",")
+    return ",".join(paths.get(os.path.normpath(one), one) for one in each)

@@ -4,6 +4,7 @@
     <folder>/<worker>/arrays/<number>      the bytes of an Array of requests; removed when the Array is freed
     <folder>/<worker>/replies/<number>     what the worker answers; it removes its copy with the request
     <folder>/<worker>/away                 while the worker has no machine; with a text: why it never has one again
+    <folder>/<worker>/crashed              besides, if its process ended by itself: by its first request, it is assumed
     <folder>/<worker>/end                  the worker is to end
 
 `Workers` asks, `answer_all` is a worker. An Array that is asked again, such as the part of a model that all clients
@@ -19,7 +20,6 @@ import pickle
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,10 +29,11 @@ from flwr.app import Array
 
 from tepal.host.files import replacing
 
-REQUESTS, ARRAYS, REPLIES, AWAY, END = "requests", "arrays", "replies", "away", "end"
+REQUESTS, ARRAYS, REPLIES, AWAY, CRASHED, END = "requests", "arrays", "replies", "away", "crashed", "end"
 
 _WORTH = 1 << 14  # bytes of an Array from which it has a file of its own
-_PAUSES = 0.002, 0.05  # seconds between two looks at a folder: at first, and at most
+_PAUSE = 0.01  # least seconds between two looks at folders
+_SHARE = 0.1  # greatest share of a core's time for these looks
 
 
 class WorkerEnded(RuntimeError):
@@ -48,15 +49,9 @@ class Workers:
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        self._folder, self._count = folder, count
-        self._numbers = itertools.count()
-        self._arrays = _SentArrays(folder)
-        self._pending = defaultdict[int, set[int]](set)  # worker → numbers of requests
-        self._at_fault = dict[int, int]()  # worker that ended for good → the request that it then had
-        self._lock = threading.Lock()
-        for worker in range(count):
-            for name in (REQUESTS, ARRAYS, REPLIES):
-                (folder / str(worker) / name).mkdir(parents=True, exist_ok=True)
+        self._workers = [_Worker(folder / str(number)) for number in range(count)]
+        self._arrays = _SentArrays()
+        self._looking, self._begun = threading.Lock(), False
 
     def ask(self, key: int, thing: object) -> Any:
         """Ask the worker of a key, and wait for its reply.
@@ -68,100 +63,153 @@ class Workers:
             key: 0 or more; the keys are divided evenly.
             thing: what to ask.
 
-        Raises WorkerEnded if a worker ended for good with this request, which was the first of those that it had.
+        Raises WorkerEnded if a worker crashed with this request, which was the first of those that it had.
         """
         while True:
-            worker = self._worker(key)
-            with self._lock:
-                number = next(self._numbers)
-                self._pending[worker].add(number)
+            worker = self._worker_of(key)
+            number, answered = worker.ask(thing, self._arrays)
             try:
-                self._write(worker, number, thing)
-                reply = self._reply(worker, number)
+                self._begin_to_look()
+                answered.wait()
+                if (reply := worker.reply(number)) is not None:
+                    return reply[0]
             finally:
-                for name in (REQUESTS, REPLIES):
-                    (self._folder / str(worker) / name / str(number)).unlink(missing_ok=True)
-                with self._lock:
-                    self._pending[worker].discard(number)
-            if reply is not None:
-                return reply[0]
+                worker.take_back(number)
 
-    def _worker(self, key: int) -> int:
-        """Wait for a worker that is not away: that of the key, or else the next one."""
+    def _worker_of(self, key: int) -> _Worker:
+        """Wait for a worker that is not away: that of the key, or else one of the others."""
         while True:
-            reasons = list[str]()
-            for step in range(self._count):
-                worker = (key + step) % self._count
-                if (reason := self._away(worker)) is None:
-                    return worker
-                reasons.append(reason)
+            reasons = [worker.away() for worker in self._workers]
+            if reasons[key % len(reasons)] is None:
+                return self._workers[key % len(reasons)]
+            if there := [worker for worker, reason in zip(self._workers, reasons, strict=True) if reason is None]:
+                return there[key % len(there)]
             if all(reasons):
                 raise WorkerEnded(f"no worker is left: {reasons[0]}")
-            time.sleep(_PAUSES[1])
+            time.sleep(_PAUSE)
 
-    def _away(self, worker: int) -> str | None:
-        """Why a worker never has a machine again; "" if it may have one; None if it has one."""
+    def _begin_to_look(self) -> None:
+        with self._looking:
+            if not self._begun:
+                self._begun = True
+                threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        """Wake those that wait for a reply when it is there, or when the worker is away. One thread does it for all."""
+        while True:
+            with self._looking:
+                if not any(worker.is_asked for worker in self._workers):
+                    self._begun = False
+                    return
+            begun = time.monotonic()
+            for worker in self._workers:
+                with suppress(OSError):
+                    worker.look()
+            time.sleep(max(_PAUSE, (time.monotonic() - begun) / _SHARE))
+
+
+class _Worker:
+    """The folder of a worker, and the requests that it has not answered."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._asked = dict[int, threading.Event]()
+        self._numbers = itertools.count()
+        self._at_fault: int | None = None  # the request with which it crashed
+        self._writing, self._changing = threading.Lock(), threading.Lock()
+        for name in (REQUESTS, ARRAYS, REPLIES):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def ask(self, thing: object, arrays: _SentArrays) -> tuple[int, threading.Event]:
+        """Write a request; return its number, and what is set when the reply is there or the worker is away."""
+        content, answered = io.BytesIO(), threading.Event()
+        with self._writing:  # in the order of their numbers, which is that of the answers
+            _Pickler(content, lambda array: arrays.number_for(self.folder / ARRAYS, array)).dump(thing)
+            number = next(self._numbers)
+            with replacing(self._file(REQUESTS, number)) as partial:
+                partial.write_bytes(content.getbuffer())
+            with self._changing:
+                self._asked[number] = answered
+        return number, answered
+
+    @property
+    def is_asked(self) -> bool:
+        return bool(self._asked)
+
+    def look(self) -> None:
+        """Raises OSError."""
+        if not self._asked:
+            return
+        there, away = {*os.listdir(self.folder / REPLIES)}, self.away()
+        with self._changing:
+            for number, answered in self._asked.items():
+                if away is not None or _name(number) in there:
+                    answered.set()
+
+    def reply(self, number: int) -> tuple[Any] | None:
+        """The reply; None if there is none, because the worker is away. Raises WorkerEnded if the request is why."""
+        with suppress(FileNotFoundError):
+            return (pickle.loads(self._file(REPLIES, number).read_bytes()),)
+        if (self.folder / CRASHED).exists():
+            with self._changing:
+                if self._at_fault is None:
+                    self._at_fault = min(self._asked)
+            if self._at_fault == number:
+                raise WorkerEnded(self.away() or "it crashed")
+        return None
+
+    def take_back(self, number: int) -> None:
+        with self._changing:
+            del self._asked[number]
+        for name in (REQUESTS, REPLIES):
+            self._file(name, number).unlink(missing_ok=True)
+
+    def away(self) -> str | None:
+        """Why it never has a machine again; "" if it may have one; None if it has one."""
         try:
-            return (self._folder / str(worker) / AWAY).read_text(encoding="utf-8")
+            return (self.folder / AWAY).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
 
-    def _write(self, worker: int, number: int, thing: object) -> None:
-        content = io.BytesIO()
-        _Pickler(content, lambda array: self._arrays.number_for(worker, array)).dump(thing)
-        with replacing(self._folder / str(worker) / REQUESTS / str(number)) as partial:
-            partial.write_bytes(content.getbuffer())
+    def _file(self, name: str, number: int) -> Path:
+        return self.folder / name / _name(number)
 
-    def _reply(self, worker: int, number: int) -> tuple[Any] | None:
-        """Wait for the reply to a request; None if the worker went away. Raises WorkerEnded."""
-        path, pauses = self._folder / str(worker) / REPLIES / str(number), _Pauses()
-        while True:
-            away = self._away(worker)  # before it is looked for: a reply may be there all the same
-            with suppress(FileNotFoundError):
-                return (pickle.loads(path.read_bytes()),)
-            if away is None:
-                pauses.wait()
-                continue
-            with self._lock:
-                if away and self._at_fault.setdefault(worker, min(self._pending[worker])) == number:
-                    raise WorkerEnded(away)
-            return None
+
+def _name(number: int) -> str:
+    """The name of a file, in the order of the numbers."""
+    return f"{number:012d}"
 
 
 class _SentArrays:
     """The files of Arrays of requests, which must not be changed in place while anything refers to them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._sent = dict[int, tuple[weakref.ref[Array], int, set[int]]]()  # by id: the Array, its number, workers
+        self._sent = dict[int, tuple[weakref.ref[Array], int, set[Path]]]()  # by id: the Array, its number, its files
         self._lock = threading.RLock()  # an Array may be freed in any line, also of this class
 
-    def number_for(self, worker: int, array: Array) -> int:
-        """The number of an Array's file, which is written if this worker does not have it yet."""
+    def number_for(self, folder: Path, array: Array) -> int:
+        """The number of an Array's file, which is written if this folder does not have it yet."""
         key = id(array)  # another object may have it when this one is freed, which removes the entry
         with self._lock:
             if key not in self._sent:
-                number, having = next(self._numbers), set[int]()
-                self._sent[key] = weakref.ref(array, lambda _: self._forget(key, number, having)), number, having
-            _, number, having = self._sent[key]
-            if worker not in having:
-                with replacing(self._file(worker, number)) as partial:
-                    if having:  # the same content
-                        os.link(self._file(next(iter(having)), number), partial)
+                number, files = next(self._numbers), set[Path]()
+                self._sent[key] = weakref.ref(array, lambda _: self._forget(key, files)), number, files
+            _, number, files = self._sent[key]
+            if (file := folder / _name(number)) not in files:
+                with replacing(file) as partial:
+                    if files:  # the same content
+                        os.link(next(iter(files)), partial)
                     else:
                         partial.write_bytes(array.data)
-                having.add(worker)
+                files.add(file)
             return number
 
-    def _forget(self, key: int, number: int, having: set[int]) -> None:
+    def _forget(self, key: int, files: set[Path]) -> None:
         with self._lock:
             del self._sent[key]
-        for worker in having:
-            self._file(worker, number).unlink(missing_ok=True)
-
-    def _file(self, worker: int, number: int) -> Path:
-        return self._folder / str(worker) / ARRAYS / str(number)
+        for file in files:
+            file.unlink(missing_ok=True)
 
 
 class _Pickler(pickle.Pickler):
@@ -181,7 +229,7 @@ _answering = threading.local()
 
 
 def answer_all(folder: Path, answer: Callable[[Any], object]) -> None:
-    """Answer the requests in a worker's folder, in the order of their numbers, until it is to end or its parent ends.
+    """Answer the requests in a worker's folder, the lowest number first, until it is to end or its parent ends.
 
     Args:
         folder: the worker's. Its files are there for as long as they are on the other side.
@@ -190,48 +238,38 @@ def answer_all(folder: Path, answer: Callable[[Any], object]) -> None:
     requests, replies = folder / REQUESTS, folder / REPLIES
     for each in (requests, replies):
         each.mkdir(parents=True, exist_ok=True)
-    answered, pauses, parent = set[int](), _Pauses(), os.getppid()
+    answered, parent = set[str](), os.getppid()
     _answering.kept, _answering.folder = dict[int, Array](), folder / ARRAYS
     while not (folder / END).exists() and os.getppid() == parent:
-        waiting = _numbers_in(requests)
-        for number in [number for number in answered if number not in waiting]:
-            (replies / str(number)).unlink(missing_ok=True)
-            answered.remove(number)
-        due = next((number for number in waiting if number not in answered), None)
-        if due is None:
-            pauses.wait()
+        waiting = sorted(name for name in os.listdir(requests) if name.isdecimal())
+        for name in answered.difference(waiting):
+            (replies / name).unlink(missing_ok=True)
+            answered.remove(name)
+        due = next((name for name in waiting if name not in answered), None)
+        asked = None if due is None else _read(requests / due)
+        if due is None or asked is None:
+            time.sleep(_PAUSE)
             continue
-        pauses = _Pauses()
-        with suppress(FileNotFoundError):  # it was taken back
-            asked = pickle.loads((requests / str(due)).read_bytes())
-            reply = answer(asked)
-            del asked
-            with replacing(replies / str(due)) as partial, partial.open("wb") as file:
-                pickle.dump(reply, file, pickle.HIGHEST_PROTOCOL)
-            del reply
-            answered.add(due)
-        for gone in [each for each in _answering.kept if not (_answering.folder / str(each)).exists()]:
+        reply = answer(asked[0])
+        del asked
+        with replacing(replies / due) as partial, partial.open("wb") as file:
+            pickle.dump(reply, file, pickle.HIGHEST_PROTOCOL)
+        del reply
+        answered.add(due)
+        for gone in [each for each in _answering.kept if not (_answering.folder / _name(each)).exists()]:
             del _answering.kept[gone]
 
 
-def _numbers_in(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+def _read(request: Path) -> tuple[Any] | None:
+    """What is asked; None if the request, or an Array of it, was taken back."""
+    with suppress(FileNotFoundError):
+        return (pickle.loads(request.read_bytes()),)
+    return None
 
 
 def _array(number: int, dtype: str, shape: tuple[int, ...], stype: str) -> Array:
     """An Array of a request: an unpickler calls it, in the thread of `answer_all`."""
     kept: dict[int, Array] = _answering.kept
     if number not in kept:
-        kept[number] = Array(dtype, shape, stype, (_answering.folder / str(number)).read_bytes())
+        kept[number] = Array(dtype, shape, stype, (_answering.folder / _name(number)).read_bytes())
     return kept[number]
-
-
-class _Pauses:
-    """Pauses that become longer."""
-
-    def __init__(self) -> None:
-        self._seconds = _PAUSES[0]
-
-    def wait(self) -> None:
-        time.sleep(self._seconds)
-        self._seconds = min(1.5 * self._seconds, _PAUSES[1])

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Job:
         folders: folder in the job's → folder here.
         files: patterns (see `matching`) of the job's own files in these folders, in order. Those that are here are sent
             before the job begins; what it writes there is written here.
-        made: more patterns, of files that are not sent: they come before the others.
+        made: more patterns, of files that are not sent, each new one of which is progress: they come before the others.
         fed: patterns of files that are sent while the job goes on, whole, in this order of patterns, and are removed
             there when they are removed here.
         pause: least seconds between two questions on what has changed.
@@ -322,7 +323,8 @@ class _Attempt:
             partial.write_bytes(self._job.returned(self._place, name, content))
         # Files that each attempt writes anew, such as its settings, are no progress.
         self._told = self._told or name not in self._seen
-        self._seen.add(name)
+        if not any(fnmatchcase(name, pattern) for pattern in self._job.made):  # these have new names for ever
+            self._seen.add(name)
 
     def _remove(self, name: str) -> None:
         """Remove what the run itself removes in time; whatever else is missing there stays here."""

@@ -141,8 +141,14 @@ class Machine:
 
     def place_file(self, path: str, written: str) -> None:
         """Give a file of the job its name, when all of it was written under another one."""
-        if not (self.folder / path).exists():  # else the call is repeated, and a late part may have the other name
-            (self.folder / written).rename(self.folder / path)
+        named = self.folder / path
+        if named.exists():  # the call is repeated, and a late part may have the other name
+            return
+        try:
+            (self.folder / written).rename(named)
+        except FileNotFoundError:  # it may be repeated while the first one is under way
+            if not named.exists():
+                raise
 
     def remove_files(self, paths: Sequence[str]) -> None:
         """Remove files of the job."""

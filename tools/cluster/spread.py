@@ -11,14 +11,14 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from tepal.exchange.secret import own_secret
-from tepal.host.files import new_log
-from tepal.host.request_files import ARRAYS, AWAY, END, REPLIES, REQUESTS
+from tepal.host.files import locked, new_log, replacing
+from tepal.host.request_files import ARRAYS, AWAY, CRASHED, END, REPLIES, REQUESTS
 from tepal.host.superlink import EndedRun, Listener, RunError
 from tepal.host.toml import Value, parse_run_config
 from tepal.tools.cluster.connection import Cluster, ClusterLost
@@ -29,6 +29,7 @@ from tepal.tools.simulation.process_engine import ProcessEngine
 from tepal.tools.simulation.running import cache_in
 
 _CACHE, _WORKER = "clients", "worker"
+_FOLDER = "tepal-spread-"
 _PAUSE = 0.05  # least seconds between two questions on replies
 _GRACE = 5.0  # seconds until jobs have ended by themselves
 
@@ -46,8 +47,9 @@ class SpreadEngine(Runner):
         super().__init__(app, clients)
         self._cluster = cluster
         self._count = min(clients, cluster.at_once)
-        self._folder = tempfile.TemporaryDirectory(prefix="tepal-spread-", ignore_cleanup_errors=True)
-        others = {"asks": self._folder.name, "workers": self._count}
+        self._opened = ExitStack()
+        self._folder = self._opened.enter_context(_own_folder())
+        others = {"asks": str(self._folder), "workers": self._count}
         self._server = ProcessEngine(app, clients, others=others)
 
     @property
@@ -60,7 +62,7 @@ class SpreadEngine(Runner):
     def stop(self) -> None:
         self._cluster.stopped.set()
         self._server.stop()
-        self._folder.cleanup()
+        self._opened.close()
 
     def run(
         self,
@@ -77,7 +79,7 @@ class SpreadEngine(Runner):
         with suppress(OSError):  # the clients then note it in the log
             own_secret(caches / "secret", "", "")  # the same for a client on all machines
         self._server.cache = caches
-        workers = _Workers(self._cluster, Path(self._folder.name), self._count, on_event or (lambda _kind, _text: None))
+        workers = _Workers(self._cluster, self._folder, self._count, on_event or (lambda _kind, _text: None))
         app = self._cluster.inputs.of_app(self.app)
         inputs = {path: self._cluster.inputs.of(path) for path in files_in(config)}
 
@@ -103,8 +105,20 @@ class SpreadEngine(Runner):
             raise
         finally:
             workers.end()
-            with log.open("a", encoding="utf-8") as lines:
-                lines.writelines(f"{line}\n" for line in workers.lines)
+            with log.open("ab") as lines, workers.printed.open("rb") as printed:
+                shutil.copyfileobj(printed, lines)
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Make a folder for a block. Those of processes that were killed are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with suppress(OSError), locked(left, OSError("it is used")):
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with locked(folder, OSError(f"{folder}: another process has removed it")):
+            yield folder
 
 
 class _Workers:
@@ -120,8 +134,9 @@ class _Workers:
         self._folders = [folder / str(worker) for worker in range(count)]
         self._threads = list[threading.Thread]()
         self._telling = threading.Lock()
-        self.lines = list[str]()
-        """What the clients' processes have printed, in the order of its arrival."""
+        self.printed = folder / "printed"
+        """The lines that the clients' processes have printed, in the order of their arrival."""
+        self.printed.write_bytes(b"")
         self.lost: ClusterLost | None = None
 
     def start(self, job: Callable[[Path], Job]) -> None:
@@ -139,8 +154,9 @@ class _Workers:
         for folder in self._folders:
             (folder / END).touch()
         end = time.monotonic() + _GRACE
-        for thread in self._threads:
-            thread.join(max(end - time.monotonic(), 0))
+        for folder, thread in zip(self._folders, self._threads, strict=False):
+            if not (folder / AWAY).exists():
+                thread.join(max(end - time.monotonic(), 0))
         self._cluster.stopped.set()
         for thread in self._threads:
             thread.join()
@@ -158,7 +174,8 @@ class _Workers:
 
         def tell(kind: str, text: str) -> None:
             if kind == "log":
-                self.lines.append(text)
+                with self._telling, self.printed.open("a", encoding="utf-8") as lines:
+                    print(text, file=lines)
                 return
             if kind == "stage" and text.startswith("on "):
                 away.unlink(missing_ok=True)
@@ -173,11 +190,14 @@ class _Workers:
             pass
         except ClusterLost as error:
             self.lost = error
-        except JobFailed as error:
-            why = str(error)
-            self._tell("note", f"{why}; its clients go on elsewhere")
+        except Exception as error:  # whatever it is, the others go on
+            why = str(error) if isinstance(error, JobFailed) else f"{type(error).__name__}: {error}"
+            if isinstance(error, JobFailed) and error.kind:
+                (folder / CRASHED).touch()
+            self._tell("note", f"{why}; no client trains there any more")
         finally:
-            away.write_text(why, encoding="utf-8")
+            with replacing(away) as partial:
+                partial.write_text(why, encoding="utf-8")
 
 
 def answer_there(

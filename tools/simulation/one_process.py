@@ -31,7 +31,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from logging import getLogger
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,7 +43,7 @@ from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
 import tepal.host
-from tepal.client_app.elsewhere import FarClients, answered, reply_of
+from tepal.client_app.elsewhere import FarClients, answered, reply_of, with_paths
 from tepal.client_app.stacked import Gathering
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
@@ -56,7 +56,7 @@ from tepal.host.shared_pipe import SharedPipe, shared_pipe
 
 FORKS = sys.platform.startswith("linux")
 
-_WAITING = 4  # messages for each worker on another machine, so that most have a next one when they have answered
+_WAITING = 2  # messages for each worker on another machine, so that most have a next one when they have answered
 
 
 def main() -> None:
@@ -96,7 +96,8 @@ def main() -> None:
                 gc.freeze()  # a collection in a forked process would look at all that it shares, and so copy it
             gc.enable()
             if "answers" in request:
-                answer = partial(answered, app.client_app, config, request["paths"])
+                there = lru_cache(64)(partial(with_paths, request["paths"]))
+                answer = partial(answered, app.client_app, config, there)
                 status = _done(partial(answer_all, Path(request["answers"]), answer))
             elif "asks" in request:
                 count = request["workers"]

@@ -2,13 +2,14 @@
 
 import shutil
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from tepal.client_app.elsewhere import Asked, FarClients, answered
+from tepal.client_app.elsewhere import Asked, FarClients, answered, with_paths
 from tepal.exchange import partial_exchange, received
 from tepal.host.request_files import AWAY, END, Workers, answer_all
 from tepal.strategies import FedAvg
@@ -49,7 +50,7 @@ def test_a_client_that_goes_on_elsewhere_has_its_personal_state_and_is_sent_what
         def answer(asked):
             own = tmp_path / f"there-{worker}"
             monkeypatch.setenv("TEPAL_CACHE", str(own))
-            reply = answered(app, {}, {}, asked)
+            reply = answered(app, {}, str, asked)
             monkeypatch.setenv("TEPAL_CACHE", str(here))
             used.append((worker, asked.node_config["name"], asked.files))
             return reply
@@ -103,19 +104,28 @@ def test_paths_in_settings_are_those_of_the_clients_machine():
     paths = {"/here/x": "/there/y", "/here/w,2.pt": "/there/w"}
     sent = ConfigRecord({
         "dataset": "/here/x", "pretrained": "tiny,/here/x", "weights": "/here/w,2.pt", "rate": 0.5, "other": "/here/xy",
-        "client-settings": '{"3": {"data-path": "/here/x", "model-path": "/here/xy"}}',
+        "client-settings": '{"3": {"data-path": "/here//x/", "model-path": "/here/xy", "local-epochs": 2}}',
     })  # fmt: skip
     message = Message(RecordDict({"config": sent}), 3, "train")
     context = Context(1, 3, {"partition-id": 2}, RecordDict(), {"dataset": "/here/x"})
     asked = Asked(message, context.node_id, context.node_config, context.state, {})
-    found = answered(made, {"dataset": "/there/y"}, paths, asked)
+    found = answered(made, {"dataset": "/there/y"}, partial(with_paths, paths), asked)
     assert found.reply.metadata.dst_node_id == message.metadata.src_node_id
     assert not found.state and not found.files and not found.gone
     assert seen == [(
         {"dataset": "/there/y", "pretrained": "tiny,/there/y", "weights": "/there/w", "rate": 0.5, "other": "/here/xy",
-         "client-settings": '{"3": {"data-path": "/there/y", "model-path": "/here/xy"}}'},
+         "client-settings": '{"3": {"data-path": "/there/y", "model-path": "/here/xy", "local-epochs": 2}}'},
         {"dataset": "/there/y"},
     )]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [("", ""), ("a,b", "a,b"), ("/x", "/y"), ("/x/", "/y"), ("/xx", "/xx"), ("/x,,/x,b", "/y,,/y,b"), ("/a,b", "/c"),
+     ("{/x", "{/x"), ('{"1": "/x"}', '{"1": "/x"}'), ('{"1": {"k": "/x"}, "2": {}}', '{"1": {"k": "/y"}, "2": {}}')],
+)  # fmt: skip
+def test_a_setting_with_other_paths(text, there):
+    assert with_paths({"/x": "/y", "/a,b": "/c"}, text) == there
 
 
 def test_an_app_that_raises_answers_with_an_error():
@@ -126,5 +136,5 @@ def test_an_app_that_raises_answers_with_an_error():
         raise ValueError("no data")
 
     asked = Asked(Message(RecordDict(), 3, "train"), 3, {}, RecordDict(), {})
-    error = answered(made, {}, {}, asked).reply.error
+    error = answered(made, {}, str, asked).reply.error
     assert error.code == 2 and error.reason == "ValueError: no data"

@@ -1,7 +1,6 @@
 """Requests in files: who is asked, what arrives, what is written once, and what happens when a worker goes away."""
 
 import gc
-import itertools
 import pickle
 import shutil
 import threading
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tepal.host import request_files
-from tepal.host.request_files import ARRAYS, AWAY, END, REPLIES, REQUESTS, WorkerEnded, Workers, answer_all
+from tepal.host.request_files import ARRAYS, AWAY, CRASHED, END, REPLIES, REQUESTS, WorkerEnded, Workers, answer_all
 
 LARGE = 20_000  # float32 values: more bytes than an Array without a file of its own has
 
@@ -112,9 +111,9 @@ def test_while_a_worker_is_away_the_next_one_is_asked(tmp_path):
     with answering(tmp_path, 0, 1, 2):
         assert asked() == 1
         (tmp_path / "1" / AWAY).touch()
-        assert asked() == 2
-        (tmp_path / "2" / AWAY).write_text("for good")
         assert asked() == 0
+        (tmp_path / "0" / AWAY).write_text("for good")
+        assert asked() == 2
         (tmp_path / "1" / AWAY).unlink()
         assert asked() == 1
 
@@ -138,21 +137,23 @@ def test_what_a_lost_worker_has_not_answered_is_asked_elsewhere(tmp_path):
 
 
 def test_a_reply_that_came_before_its_worker_was_lost_counts(tmp_path, monkeypatch):
-    workers, looks = Workers(tmp_path, 1), iter(range(9))
+    workers, looks = Workers(tmp_path, 1), []
 
-    def away(worker):
-        if next(looks) == 0:
-            return None  # when the worker is chosen
-        (number,) = names_in(tmp_path, worker, REQUESTS)
-        (tmp_path / str(worker) / REPLIES / number).write_bytes(pickle.dumps("the reply"))
+    def away():
+        """It is chosen, then its reply comes, and then it is away."""
+        looks.append(None)
+        if len(looks) == 1:
+            return None
+        (number,) = names_in(tmp_path, 0, REQUESTS)
+        (tmp_path / "0" / REPLIES / number).write_bytes(pickle.dumps("the reply"))
         return ""
 
-    monkeypatch.setattr(workers, "_away", away)
-    assert workers.ask(0, "a") == "the reply" and next(looks) == 2
+    monkeypatch.setattr(workers._workers[0], "away", away)
+    assert workers.ask(0, "a") == "the reply"
     assert names_in(tmp_path, 0, REQUESTS) == names_in(tmp_path, 0, REPLIES) == []
 
 
-def test_a_worker_that_ended_for_good_fails_the_first_request_it_had_alone(tmp_path):
+def test_a_worker_that_crashed_fails_the_first_request_it_had_alone(tmp_path):
     workers = Workers(tmp_path, 2)
     with ThreadPoolExecutor(3) as pool:
         begun = []
@@ -160,6 +161,7 @@ def test_a_worker_that_ended_for_good_fails_the_first_request_it_had_alone(tmp_p
             begun.append(pool.submit(workers.ask, 0, what))
             asked_of(tmp_path, 0, len(begun))
         with answering(tmp_path, 1):
+            (tmp_path / "0" / CRASHED).touch()
             (tmp_path / "0" / AWAY).write_text("killed by signal 9")
             with pytest.raises(WorkerEnded, match="killed by signal 9"):
                 begun[0].result(10)
@@ -168,6 +170,35 @@ def test_a_worker_that_ended_for_good_fails_the_first_request_it_had_alone(tmp_p
         (tmp_path / "1" / AWAY).write_text("no disk")
         with pytest.raises(WorkerEnded, match="no worker is left: killed by signal 9"):
             workers.ask(0, "e")
+
+
+def test_no_request_fails_with_a_worker_whose_machines_were_lost(tmp_path):
+    workers = Workers(tmp_path, 2)
+    with answering(tmp_path, 1), ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(workers.ask, 0, "a")
+        asked_of(tmp_path, 0)
+        (tmp_path / "0" / AWAY).write_text("its machine was lost 3 times")
+        assert begun.result(10) == (1, "a")
+
+
+def test_a_request_that_cannot_be_written_is_an_error_and_the_next_one_is_answered(tmp_path):
+    workers = Workers(tmp_path, 1)
+    with answering(tmp_path, 0):
+        with pytest.raises(AttributeError, match="pickle"):
+            workers.ask(0, lambda: 1)
+        assert workers.ask(0, "a") == (0, "a")
+    assert not workers._workers[0].is_asked
+
+
+def test_nothing_looks_for_replies_when_nothing_is_asked(tmp_path):
+    workers, before = Workers(tmp_path, 1), set(threading.enumerate())
+    for _ in range(2):
+        with answering(tmp_path, 0):
+            assert workers.ask(0, "a") == (0, "a")
+        end = time.monotonic() + 10
+        while set(threading.enumerate()) - before:
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_while_all_are_away_a_request_waits(tmp_path):
@@ -185,14 +216,13 @@ def test_while_all_are_away_a_request_waits(tmp_path):
 def test_a_request_that_was_taken_back_is_not_answered_and_others_are(tmp_path, monkeypatch):
     """The asker takes back a request, with the Array that it names, while the worker reads it."""
     workers, load, gone = Workers(tmp_path, 1), pickle.loads, [array(1)]
-    workers._write(0, 0, gone[0])
-    workers._numbers = itertools.count(1)
+    taken, _ = workers._workers[0].ask(gone[0], workers._arrays)
 
     def taken_back(content):
         monkeypatch.setattr(pickle, "loads", load)
         gone.clear()
         assert names_in(tmp_path, 0, ARRAYS) == []
-        (tmp_path / "0" / REQUESTS / "0").unlink()
+        workers._workers[0].take_back(taken)
         return load(content)
 
     monkeypatch.setattr(pickle, "loads", taken_back)
@@ -203,14 +233,15 @@ def test_a_request_that_was_taken_back_is_not_answered_and_others_are(tmp_path, 
 def test_a_reply_stays_until_its_request_is_gone(tmp_path):
     """On a machine of its own, the worker keeps a reply for as long as it may not have arrived."""
     workers = Workers(tmp_path / "here", 1)
-    workers._write(0, 3, "a")
+    number, _ = workers._workers[0].ask("a", workers._arrays)
+    name = f"{number:012d}"
     shutil.copytree(tmp_path / "here" / "0", tmp_path / "0")
     with answering(tmp_path, 0):
-        while names_in(tmp_path, 0, REPLIES) != ["3"]:
+        while names_in(tmp_path, 0, REPLIES) != [name]:
             time.sleep(0.001)
         time.sleep(0.1)
-        assert names_in(tmp_path, 0, REPLIES) == ["3"]
-        (tmp_path / "0" / REQUESTS / "3").unlink()
+        assert names_in(tmp_path, 0, REPLIES) == [name]
+        (tmp_path / "0" / REQUESTS / name).unlink()
         end = time.monotonic() + 10
         while names_in(tmp_path, 0, REPLIES):
             assert time.monotonic() < end

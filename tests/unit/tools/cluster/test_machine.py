@@ -102,6 +102,26 @@ def test_a_file_has_its_name_once_it_is_whole_and_a_late_part_does_not_harm_it(t
     for _ in range(2):
         one.remove_files(["a/b", "a/none"])
         assert not (one.folder / "a/b").exists()
+    with pytest.raises(FileNotFoundError):
+        one.place_file("a/b", "a/none")
+
+
+def test_a_file_gets_its_name_in_two_calls_at_the_same_time(temporary, monkeypatch):
+    """The second one finds the name missing, and then also the file that the first one has renamed."""
+    one = Machine()
+    one.write_file("a/.writing-b", 0, b"01")
+    exists, looked = Path.exists, []
+
+    def at_first_missing(path):
+        looked.append(path)
+        if len(looked) == 1:
+            one.place_file("a/b", "a/.writing-b")
+            return False
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", at_first_missing)
+    one.place_file("a/b", "a/.writing-b")
+    assert (one.folder / "a/b").read_bytes() == b"01"
 
 
 def test_other_content_than_was_sent_is_refused(temporary):

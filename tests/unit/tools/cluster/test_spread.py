@@ -1,13 +1,15 @@
 """A run whose clients are on a cluster: its jobs, which are fakes here, and when one waits, is lost or fails."""
 
 import json
+import tempfile
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tepal.host.request_files import AWAY, END, REQUESTS
+from tepal.host.request_files import AWAY, CRASHED, END, REQUESTS
 from tepal.host.superlink import EndedRun, RunError
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster import spread as spread_module
@@ -161,7 +163,7 @@ def test_a_worker_is_away_until_it_has_a_machine_when_that_is_lost_and_when_it_h
 
     jobs.do, Server.does = do, staticmethod(does)
     engine.run(config, on_event=lambda *event: told.append(event), log=tmp_path / "a.log")
-    assert ("note", "its process on far was killed by signal 9; its clients go on elsewhere") in told
+    assert ("note", "its process on far was killed by signal 9; no client trains there any more") in told
     assert (tmp_path / "a.log").read_text() == "the server's\nClient 1 trains\n"
     assert not [thread for thread in threading.enumerate() if "_follow" in thread.name]
 
@@ -190,6 +192,45 @@ def test_a_cluster_that_is_lost_is_the_error_and_not_what_follows_from_it(engine
         engine.run(config, log=tmp_path / "a.log")
 
 
+def test_an_error_that_nobody_expected_is_told_and_no_clients_fault(engine, jobs, config, tmp_path):
+    told, crashed = [], []
+
+    def do(folder, tell):
+        tell("stage", "on far")
+        raise JobFailed("killed", "process") if folder.name == "1" else OSError(28, "No space left on device")
+
+    def does(folder):
+        until(lambda: states(folder) == [text, "killed", text])
+        crashed.extend(path.parent.name for path in folder.glob(f"*/{CRASHED}"))
+
+    text = "OSError: [Errno 28] No space left on device"
+    jobs.do, Server.does = do, staticmethod(does)
+    engine.run(config, on_event=lambda *event: told.append(event), log=tmp_path / "a.log")
+    assert told.count(("note", f"{text}; no client trains there any more")) == 2 and crashed == ["1"]
+
+
+def test_a_place_that_never_had_a_machine_delays_no_end(engine, jobs, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(spread_module, "_GRACE", 60)
+
+    def do(folder, tell):
+        tell("stage", "waits for a machine with room")
+        engine._cluster.stopped.wait(30)
+        raise RunStopped
+
+    jobs.do = do
+    before = time.monotonic()
+    engine.run(config, log=tmp_path / "a.log")
+    assert time.monotonic() - before < 20
+
+
+def test_folders_of_killed_commands_are_removed_and_those_of_others_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "tepal-spread-left").mkdir()
+    with spread_module._own_folder() as first, spread_module._own_folder() as second:
+        assert sorted(tmp_path.iterdir()) == sorted([first, second])
+    assert not list(tmp_path.iterdir())
+
+
 def test_clients_that_train_together_are_refused(engine, jobs, config, tmp_path):
     with pytest.raises(RunError, match="train-together=4 is for clients of one process"):
         engine.run({**config, "train-together": 4}, log=tmp_path / "a.log")
@@ -199,4 +240,4 @@ def test_clients_that_train_together_are_refused(engine, jobs, config, tmp_path)
 def test_all_files_are_removed_at_the_end(monkeypatch, engine, jobs, config, tmp_path):
     engine.run(config, log=tmp_path / "a.log")
     engine.stop()
-    assert engine._server.stopped and engine._cluster.stopped.is_set() and not Path(engine._folder.name).exists()
+    assert engine._server.stopped and engine._cluster.stopped.is_set() and not engine._folder.exists()
