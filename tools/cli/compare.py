@@ -14,7 +14,7 @@ from tepal.host.toml import Value
 from tepal.records.run_directory import LATEST, RunInUse
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import Ray, commands, reported
-from tepal.tools.cli.running import CPUS, ENGINE, GPUS, AppFolder, RunConfigs, Verbose, runner_for
+from tepal.tools.cli.running import CPUS, ENGINE, GPUS, MEMORY, AppFolder, RunConfigs, Verbose, runner_for
 from tepal.tools.compare.comparison import (
     OWN_KEYS,
     Comparison,
@@ -77,6 +77,7 @@ def compare_command(
     ] = None,
     cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
     gpus: Annotated[float | None, typer.Option(min=0, help=GPUS, show_default="0")] = None,
+    memory: Annotated[float, typer.Option(min=0, help=MEMORY)] = 0,
     engine: Annotated[str | None, typer.Option(help=ENGINE, show_default=AUTO)] = None,
     ray: Ray = None,
     verbose: Verbose = False,
@@ -86,7 +87,7 @@ def compare_command(
     All results are in one folder, runs/<start>-compare: the runs, comparison.html, and tables as CSV, Markdown and
     LaTeX, with --vary with a line for each combination of values. When a run fails the others continue, and the exit
     status is 1. Ctrl-C ends all runs and shows the results so far. --resume FOLDER runs what is not finished; --target,
-    --cpus, --gpus, --engine and --ray may then change.
+    --cpus, --gpus, --memory, --engine and --ray may then change.
     """
     console, errors = Console(), Console(stderr=True)
     with reported(RunError, RunInUse):
@@ -114,6 +115,7 @@ def compare_command(
         comparison.gpus = comparison.gpus if gpus is None else gpus
         comparison.engine = engine or comparison.engine
         resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
+        resources["memory"] = memory
         with runner_for(ray, comparison.engine, app, engine_for, asked=engine, **resources) as simulated:  # of all runs
             simulated.start_ahead()
             where = "" if variants is None else f"{variants}: "
@@ -229,7 +231,7 @@ def _begun_comparison(app: Path, resume: str, fixed: list[str]) -> Comparison:
     if fixed:
         raise ConfigError(
             f"--resume {resume}: a comparison is resumed with its own settings, so leave out {', '.join(fixed)}. Only "
-            "--target, --cpus, --gpus and --engine may change"
+            "--target, --cpus, --gpus, --memory, --engine and --ray may change"
         )
     runs = {**defaults(), **usual_run_config(app)}["runs"] if resume == LATEST else resume
     return read_comparison(find_comparison(Path(str(runs)).expanduser().resolve()))

@@ -36,6 +36,7 @@ def reproduce_command(
     ray: Ray = None,
     cpus: Annotated[float, typer.Option(min=0.01, help="on a cluster: CPU cores of each run")] = 1,
     gpus: Annotated[float, typer.Option(min=0, help="on a cluster: share of a GPU of each run")] = 0,
+    memory: Annotated[float, typer.Option(min=0, help="on a cluster: gigabytes of memory of each run")] = 0,
 ) -> None:
     """Run a named experiment of a paper, and show its results next to the paper's."""
     from tepal.host.superlink import RunError
@@ -52,7 +53,7 @@ def reproduce_command(
         return
     with reported(MissingData, RunInUse, TooLittleMemory, RunError, JobFailed), ExitStack() as opened:
         experiment = find_experiment(name)
-        cluster = opened.enter_context(connected(address, cpus, gpus)) if (address := address_of(ray)) else None
+        cluster = opened.enter_context(connected(at, cpus, gpus, memory)) if (at := address_of(ray)) else None
         if cluster is None:
             how = "one process" if at_once == 1 else f"{at_once} processes (--at-once {at_once})"
             typer.echo(f"Engine: {how}\nDevice: {described(find_device(device), at_once)}")

@@ -30,6 +30,7 @@ ENGINE = (
     "given or the app needs Ray"
 )
 CPUS = "CPU cores for each client that trains; on a cluster (--ray) for each run"
+MEMORY = "gigabytes of memory that each run has on a cluster (--ray); 0: as much as it needs, unchecked"
 GPUS = "share of a GPU for each client that trains; on a cluster (--ray) for each run"
 
 
@@ -57,6 +58,7 @@ def runner_for(
     clients: int,
     cpus: float | None,
     gpus: float = 0,
+    memory: float = 0,
     asked: str | None = None,
     spread: bool = False,
 ) -> AbstractContextManager[Runner]:
@@ -69,6 +71,7 @@ def runner_for(
         here: makes an engine on this machine, as `engine_for`.
         clients: number of clients.
         cpus, gpus: of each client that trains; on a cluster of each run.
+        memory: gigabytes of each run on a cluster.
         asked: value of `--engine`.
         spread: whether the clients of a run are to train on all machines of the cluster.
 
@@ -78,15 +81,16 @@ def runner_for(
 
     address = address_of(ray)
     wrong = _not_on_a_cluster(address, app, asked) if address else ""
-    if spread and not address:
-        wrong = "--spread needs a cluster to whose machines the clients go: --ray ADDRESS"
-    if wrong and (ray is not None or spread):
+    for option, value in (("--spread", spread), (f"--memory {memory:g}", memory)):
+        if value and not address:
+            wrong = f"{option} is for the machines of a cluster: --ray ADDRESS"
+    if wrong and (ray is not None or spread or memory):
         raise ValueError(wrong)
     if wrong or not address:  # RAY_ADDRESS may be there for other programs
         return here(engine, app, clients=clients, cpus=cpus, gpus=gpus)
     from tepal.tools.cluster.engine import engine_on
 
-    return engine_on(address, app, clients=clients, cpus=cpus, gpus=gpus, spread=spread)
+    return engine_on(address, app, clients=clients, cpus=cpus, gpus=gpus, memory=memory, spread=spread)
 
 
 def _not_on_a_cluster(address: str, app: Path, asked: str | None) -> str:

@@ -16,6 +16,7 @@ from tepal.tools.cli.running import (
     CPUS,
     ENGINE,
     GPUS,
+    MEMORY,
     AppFolder,
     RunConfigs,
     Verbose,
@@ -37,6 +38,7 @@ def simulate_command(
     run_config: RunConfigs = None,
     cpus: Annotated[float, typer.Option(min=0.01, help=CPUS)] = 1,
     gpus: Annotated[float, typer.Option(min=0, help=GPUS)] = 0,
+    memory: Annotated[float, typer.Option(min=0, help=MEMORY)] = 0,
     engine: Annotated[str, typer.Option(help=ENGINE)] = AUTO,
     ray: Ray = None,
     spread: Annotated[bool, typer.Option("--spread", help="with --ray: clients train on all machines at once")] = False,
@@ -49,9 +51,8 @@ def simulate_command(
     on this machine, and its clients are on all.
     """
     console = Console()
-    resources: dict[str, Any] = {"clients": clients, "cpus": cpus, "gpus": gpus}
-    places: dict[str, Any] = {"asked": engine, "spread": spread}
-    with reported(RunError), runner_for(ray, engine, app, engine_for, **places, **resources) as simulated:
+    resources: dict[str, Any] = {"clients": clients, "cpus": cpus, "gpus": gpus, "memory": memory, "spread": spread}
+    with reported(RunError), runner_for(ray, engine, app, engine_for, asked=engine, **resources) as simulated:
         simulated.start_ahead()
         # Imported here, while the engine imports the app: torch takes a second.
         from tepal.server_app.config import open_run

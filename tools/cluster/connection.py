@@ -8,7 +8,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from importlib.util import find_spec
 from threading import Event, Lock, Thread
 from typing import TypeVar
@@ -53,23 +53,45 @@ def _is_cluster(address: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Resources:
+    """What a machine has, or what Ray reserves for a job: CPU cores, GPUs or a share of one, gigabytes of memory."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    memory: float = 0.0
+
+    def room_for(self, job: Resources) -> int:
+        """How many such jobs there is room for. Several share one GPU, or one has several."""
+        counts = [int(self.cpus / job.cpus + 1e-9)]
+        if job.gpus:
+            counts.append(int(self.gpus) * int(1 / job.gpus + 1e-9) if job.gpus <= 1 else int(self.gpus / job.gpus))
+        if job.memory:
+            counts.append(int(self.memory / job.memory + 1e-9))
+        return min(counts)
+
+    def __str__(self) -> str:
+        found = [_counted(self.cpus, "core")]
+        found += [_counted(self.gpus, "GPU")] if self.gpus else []
+        found += [f"{self.memory:.3g} GB of memory"] if self.memory else []
+        return " and ".join([", ".join(found[:-1]), found[-1]] if found[1:] else found)
+
+
+@dataclass(frozen=True)
 class Cluster:
     """A cluster that this process is connected to.
 
     Args:
         address: what the user gave.
-        cpus: cores of a job.
-        gpus: share of a GPU of a job.
-        nodes: CPU cores and GPUs of each machine.
+        job: what each job has.
+        nodes: what each machine has.
         inputs: files that jobs read.
         stopped: set when all jobs are to end.
         actors: those that have no job.
     """
 
     address: str
-    cpus: float
-    gpus: float
-    nodes: tuple[tuple[float, float], ...]
+    job: Resources
+    nodes: tuple[Resources, ...]
     inputs: Inputs
     stopped: Event = field(default_factory=Event)
     actors: Actors = field(default_factory=Actors)
@@ -77,7 +99,7 @@ class Cluster:
     @property
     def at_once(self) -> int:
         """How many jobs the machines have room for."""
-        return sum(_room(node, self.cpus, self.gpus) for node in self.nodes)
+        return sum(node.room_for(self.job) for node in self.nodes)
 
     def has_room(self) -> bool | None:
         """Whether any machine is there now that could do a job, even if it is busy; None: not known now.
@@ -86,7 +108,7 @@ class Cluster:
         """
         self.check()
         nodes = _unless_cut(_nodes)
-        return None if nodes is None else any(_room(node, self.cpus, self.gpus) for node in nodes)
+        return None if nodes is None else any(node.room_for(self.job) for node in nodes)
 
     def check(self) -> None:
         """Raise ClusterLost if this machine is no longer a part of the cluster."""
@@ -110,9 +132,10 @@ class Cluster:
     @property
     def contents(self) -> str:
         """Its machines that compute, in words."""
-        cores, cards = (sum(each) for each in zip(*self.nodes, strict=True))
-        machines = _counted(sum(cpus > 0 for cpus, _ in self.nodes), "machine")
-        return f"{self.address}: {machines} with {_cores_and_gpus(cores, cards)}"
+        computing = [node for node in self.nodes if node.cpus]
+        memory = sum(node.memory for node in computing) if self.job.memory else 0.0
+        total = Resources(sum(node.cpus for node in computing), sum(node.gpus for node in self.nodes), memory)
+        return f"{self.address}: {_counted(len(computing), 'machine')} with {total}"
 
     @property
     def description(self) -> str:
@@ -124,17 +147,18 @@ class Cluster:
         return f"Engine: Ray cluster {self.contents}; the server here, {self._jobs(count, 'client')}"
 
     def _jobs(self, count: int, what: str) -> str:
-        return f"{_counted(count, what)} at once, each with {_cores_and_gpus(self.cpus, self.gpus)}"
+        return f"{_counted(count, what)} at once, each with {self.job}"
 
 
 @contextmanager
-def connected(address: str, cpus: float | None = None, gpus: float | None = None) -> Iterator[Cluster]:
+def connected(address: str, cpus: float | None = None, gpus: float = 0, memory: float = 0) -> Iterator[Cluster]:
     """Connect to a cluster for a block. Its end stops all that was started on it.
 
     Args:
         address: as of `address_of`, not "".
         cpus: cores of a job; one by default.
         gpus: share of a GPU of a job.
+        memory: gigabytes that Ray reserves for a job, so that no more begin on a machine than it has memory for.
 
     Raises RunError if there is no cluster, if none of its machines has room for a job, and for a ClusterLost.
     """
@@ -163,12 +187,14 @@ def connected(address: str, cpus: float | None = None, gpus: float | None = None
     try:
         nodes = _nodes()
         with exit_on_signals(), Inputs() as inputs:  # Ray has set a handler for SIGTERM, and none for SIGHUP
-            cluster = Cluster(address, 1.0 if cpus is None else cpus, gpus or 0.0, nodes, inputs)
+            cluster = Cluster(address, Resources(1.0 if cpus is None else cpus, gpus, memory), nodes, inputs)
             if not cluster.at_once:
-                largest = _cores_and_gpus(max(cpu for cpu, _ in nodes), max(gpu for _, gpu in nodes))
+                asked = f"--cpus {cluster.job.cpus:g} --gpus {gpus:g}{f' --memory {memory:g}' if memory else ''}"
+                values = zip(*map(astuple, nodes), strict=True)
+                largest = Resources(*(max(each) for each in values))
                 raise RunError(
-                    f"--ray {address}: no machine of this cluster has room for a run with --cpus {cluster.cpus:g} "
-                    f"--gpus {cluster.gpus:g}. The largest have {largest}"
+                    f"--ray {address}: no machine of this cluster has room for a run with {asked}. The largest have "
+                    f"{largest if memory else replace(largest, memory=0.0)}"
                 )
             try:
                 yield cluster
@@ -218,28 +244,19 @@ def _unless_cut(call: Callable[[], _Found]) -> _Found | None:
     return found[0] if found else None
 
 
-def _nodes() -> tuple[tuple[float, float], ...]:
-    """CPU cores and GPUs of each machine that is alive."""
+def _nodes() -> tuple[Resources, ...]:
+    """What each machine that is alive has."""
     import ray
 
     resources = [each["Resources"] for each in ray.nodes() if each["Alive"]]
-    return tuple((float(each.get("CPU", 0)), float(each.get("GPU", 0))) for each in resources)
+    return tuple(
+        Resources(float(each.get("CPU", 0)), float(each.get("GPU", 0)), each.get("memory", 0) / 1e9)
+        for each in resources
+    )
 
 
 def _counted(number: float, what: str) -> str:
     return f"{number:g} {what}{'' if number == 1 else 's'}"
-
-
-def _cores_and_gpus(cores: float, cards: float) -> str:
-    return " and ".join([_counted(cores, "core"), *([_counted(cards, "GPU")] if cards else [])])
-
-
-def _room(node: tuple[float, float], cpus: float, gpus: float) -> int:
-    """How many jobs a machine has room for. Several share one GPU, or one has several."""
-    by_cpus = int(node[0] / cpus + 1e-9)
-    if not gpus:
-        return by_cpus
-    return min(by_cpus, int(node[1]) * int(1 / gpus + 1e-9) if gpus <= 1 else int(node[1] / gpus))
 
 
 def _first_line(error: Exception) -> str:

@@ -181,10 +181,10 @@ def _engine_there(app: Path, clients: int, kept: Path) -> ProcessEngine:
 
 @contextmanager
 def engine_on(
-    address: str, app: Path, *, clients: int, cpus: float | None, gpus: float | None, spread: bool = False
+    address: str, app: Path, *, clients: int, cpus: float | None, gpus: float, memory: float, spread: bool = False
 ) -> Iterator[Runner]:
     """Yield an engine on the cluster at an address. `spread`: the clients of a run train on all machines."""
     kind = SpreadEngine if spread else ClusterEngine
     with ExitStack() as opened:
-        cluster = opened.enter_context(connected(address, cpus, gpus))
+        cluster = opened.enter_context(connected(address, cpus, gpus, memory))
         yield opened.enter_context(kind(app, clients, cluster))

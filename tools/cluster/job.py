@@ -153,7 +153,8 @@ class _Attempt:
     def _new_actor(self) -> Any:
         import ray
 
-        options = {"num_cpus": self._cluster.cpus, "num_gpus": self._cluster.gpus, "max_concurrency": 4}
+        of = self._cluster.job
+        options = {"num_cpus": of.cpus, "num_gpus": of.gpus, "memory": int(of.memory * 1e9), "max_concurrency": 4}
         # A job's process is a child of its actor, which therefore never begins again by itself.
         remote: Any = ray.remote(Machine)
         return remote.options(**options, max_restarts=0).remote()
@@ -242,7 +243,7 @@ class _Attempt:
                     self._send_file(name, path)
         job = {"function": self._job.function, "arguments": self._job.arguments(self._place)}
         self._wait(self._actor.write_file.remote, JOB, 0, json.dumps(job).encode())
-        threads = max(1, int(self._cluster.cpus))
+        threads = max(1, int(self._cluster.job.cpus))
         self._wait(self._actor.begin.remote, self._cluster.inputs.code.digest, threads)
 
     def _send_inputs(self, inputs: Mapping[str, Input]) -> None:

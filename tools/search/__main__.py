@@ -17,7 +17,7 @@ from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunInUse
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.tools.cli import Ray, commands, reported
-from tepal.tools.cli.running import APP, CPUS, Verbose, found_app, runner_for
+from tepal.tools.cli.running import APP, CPUS, MEMORY, Verbose, found_app, runner_for
 from tepal.tools.paths import usual_run_config
 from tepal.tools.search.plan import RMSE, check_values, read_plan
 from tepal.tools.search.results import best_table, trial_line
@@ -40,6 +40,7 @@ def search_command(
     trials: Annotated[int, typer.Option(min=1, help="trials of each variant in total")] = 12,
     flower_app: Annotated[Path, typer.Option("--app", help=APP, callback=found_app)] = Path("."),
     cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
+    memory: Annotated[float, typer.Option(min=0, help=MEMORY)] = 0,
     ray: Ray = None,
     verbose: Verbose = False,
 ) -> None:
@@ -56,7 +57,7 @@ def search_command(
         usual = {**defaults(), **usual_run_config(flower_app)}
         measure = check_values(plan, usual, file)
         minimise = measure == RMSE
-        with _engine(ray, flower_app, plan.clients, cpus) as engine:
+        with _engine(ray, flower_app, plan.clients, cpus, memory) as engine:
             engine.start_ahead()
             for variant in plan.searched:
                 first = {key: space.samples[0] for key, space in variant.search.items()}
@@ -82,11 +83,13 @@ def search_command(
         raise typer.Exit(1)
 
 
-def _engine(ray: str | None, app: Path, clients: int, cpus: float | None) -> AbstractContextManager[Runner]:
+def _engine(
+    ray: str | None, app: Path, clients: int, cpus: float | None, memory: float
+) -> AbstractContextManager[Runner]:
     def here(_engine: str, app: Path, **resources: Any) -> Engine:
         return engine_for(PROCESS, app, **resources)
 
-    return runner_for(ray, AUTO, app, here, clients=clients, cpus=cpus)
+    return runner_for(ray, AUTO, app, here, clients=clients, cpus=cpus, memory=memory)
 
 
 class Simulated:

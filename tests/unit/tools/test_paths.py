@@ -217,7 +217,7 @@ def test_with_an_address_they_are_on_the_cluster(here, monkeypatch):
     engine_of("far:1")
     monkeypatch.setenv("RAY_ADDRESS", "near:2")
     engine_of(None)
-    resources = {"clients": 3, "cpus": 2.0, "gpus": 0, "spread": False}
+    resources = {"clients": 3, "cpus": 2.0, "gpus": 0, "memory": 0, "spread": False}
     assert asked == [((to, ROOT), resources) for to in ("far:1", "near:2")]
 
 
@@ -250,8 +250,9 @@ def test_clients_go_to_the_machines_of_a_cluster_if_there_is_one(here, monkeypat
     monkeypatch.setenv("RAY_ADDRESS", "near:2")
     runner_for(None, "auto", ROOT, pytest.fail, clients=3, cpus=1, spread=True)
     assert asked == [True, True]
-    with pytest.raises(ValueError, match="--spread needs a cluster to whose machines the clients go: --ray ADDRESS"):
-        runner_for("none", "auto", ROOT, pytest.fail, clients=3, cpus=1, spread=True)
+    for option, text in (({"spread": True}, "--spread"), ({"memory": 2.5}, r"--memory 2\.5")):
+        with pytest.raises(ValueError, match=f"{text} is for the machines of a cluster: --ray ADDRESS"):
+            runner_for("none", "auto", ROOT, pytest.fail, clients=3, cpus=1, **option)
     (here / "pyproject.toml").write_text(FOREIGN)
     with pytest.raises(ValueError, match="is not Tepal's own app"):
         runner_for(None, "auto", here, pytest.fail, clients=3, cpus=1, spread=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tepal.host.superlink import RunError
 from tepal.tools.cluster import connection
 from tepal.tools.cluster import inputs as inputs_module
-from tepal.tools.cluster.connection import Cluster, address_of, connected
+from tepal.tools.cluster.connection import Cluster, Resources, address_of, connected
 from tepal.tools.deploy import doctor_cluster
 from tepal.tools.deploy.doctor import OK, PROBLEM
 
@@ -53,15 +53,19 @@ def test_an_address_that_cannot_be_joined_is_refused_with_what_to_do(monkeypatch
 # --- room -----------------------------------------------------------------------------------------------------------
 
 
-def cluster(*nodes, cpus=1.0, gpus=0.0):
-    return Cluster("here:1", cpus, gpus, nodes, None)
+ONE_CORE = Resources()
 
 
-def room(cores, cards, cpus, gpus):
-    """Jobs of hundredths of a core and a GPU that fit, placed one by one as Ray does: a share is of one GPU."""
-    cores, cpus, gpus, free = round(cores * 100), round(cpus * 100), round(gpus * 100), [100] * int(cards)
+def cluster(*nodes, job=ONE_CORE):
+    return Cluster("here:1", job, tuple(Resources(*node) for node in nodes), None)
+
+
+def room(cores, cards, gigabytes, cpus, gpus, memory):
+    """Jobs of hundredths of each that fit, placed one by one as Ray does: a share is of one GPU."""
+    cores, gigabytes, cpus, gpus, memory = (round(each * 100) for each in (cores, gigabytes, cpus, gpus, memory))
+    free = [100] * int(cards)
     for count in itertools.count():
-        cores -= cpus
+        cores, gigabytes = cores - cpus, gigabytes - memory
         whole = [number for number, left in enumerate(free) if left == 100][: gpus // 100]
         if gpus > 100:
             fits = len(whole) == gpus // 100
@@ -72,33 +76,40 @@ def room(cores, cards, cpus, gpus):
             fits = not gpus or chosen is not None
             if gpus and fits:
                 free[chosen] -= gpus
-        if cores < 0 or not fits:
+        if cores < 0 or gigabytes < 0 or not fits:
             return count
 
 
 SHARES = st.one_of(st.integers(0, 100).map(lambda share: share / 100), st.integers(1, 3).map(float))
 
 
-@given(st.integers(0, 9), st.integers(0, 4), st.integers(10, 300).map(lambda share: share / 100), SHARES)
-def test_as_many_jobs_as_fit(cores, cards, cpus, gpus):
-    node = float(cores), float(cards)
-    expected = room(cores, cards, cpus, gpus)
-    assert cluster(node, cpus=cpus, gpus=gpus).at_once == expected
-    assert cluster(node, (0.0, 0.0), node, cpus=cpus, gpus=gpus).at_once == 2 * expected
+HUNDREDTHS = st.integers(10, 300).map(lambda share: share / 100)
+MEMORY = st.one_of(st.just(0.0), HUNDREDTHS)
+
+
+@given(st.integers(0, 9), st.integers(0, 4), st.integers(0, 20), HUNDREDTHS, SHARES, MEMORY)
+def test_as_many_jobs_as_fit(cores, cards, gigabytes, cpus, gpus, memory):
+    node, job = (float(cores), float(cards), float(gigabytes)), Resources(cpus, gpus, memory)
+    expected = room(cores, cards, gigabytes, cpus, gpus, memory)
+    assert cluster(node, job=job).at_once == expected
+    assert cluster(node, (0.0, 0.0), node, job=job).at_once == 2 * expected
 
 
 @pytest.mark.parametrize(
-    ("nodes", "cpus", "gpus", "line"),
+    ("nodes", "job", "line"),
     [
-        (((1.0, 0.0),), 1.0, 0.0, "1 machine with 1 core; 1 run at once, each with 1 core"),
-        (((8.0, 0.0), (0.0, 0.0)), 2.0, 0.0, "1 machine with 8 cores; 4 runs at once, each with 2 cores"),
-        (((8.0, 2.0),), 1.0, 0.4, "1 machine with 8 cores and 2 GPUs; 4 runs at once, each with 1 core and 0.4 GPUs"),
-        (((8.0, 1.0), (2.0, 0.0)), 2.0, 1.0, "2 machines with 10 cores and 1 GPU; 1 run at once, each with 2 cores and "
-         "1 GPU"),
+        (((1, 0, 9),), (1,), "1 machine with 1 core; 1 run at once, each with 1 core"),
+        (((8, 0), (0, 0)), (2,), "1 machine with 8 cores; 4 runs at once, each with 2 cores"),
+        (((8, 2),), (1, 0.4), "1 machine with 8 cores and 2 GPUs; 4 runs at once, each with 1 core and 0.4 GPUs"),
+        (((8, 1), (2, 0)), (2, 1), "2 machines with 10 cores and 1 GPU; 1 run at once, each with 2 cores and 1 GPU"),
+        (((8, 0, 30.26), (4, 0, 16), (0, 0, 64)), (1, 0, 4.5), "2 machines with 12 cores and 46.3 GB of memory; "
+         "9 runs at once, each with 1 core and 4.5 GB of memory"),
+        (((8, 2, 64),), (1, 1, 8), "1 machine with 8 cores, 2 GPUs and 64 GB of memory; 2 runs at once, each with "
+         "1 core, 1 GPU and 8 GB of memory"),
     ],
 )  # fmt: skip
-def test_a_cluster_is_described_in_a_line(nodes, cpus, gpus, line):
-    found = cluster(*nodes, cpus=cpus, gpus=gpus)
+def test_a_cluster_is_described_in_a_line(nodes, job, line):
+    found = cluster(*nodes, job=Resources(*job))
     assert found.description == f"Engine: Ray cluster here:1: {line}"
     assert found.description.startswith(f"Engine: Ray cluster {found.contents};")
 
@@ -110,7 +121,7 @@ def test_a_cluster_is_described_in_a_line(nodes, cpus, gpus, line):
 def ray(monkeypatch):
     """A module in the place of `ray`, with a cluster of two machines, one of which has died."""
     nodes = [
-        {"Alive": True, "Resources": {"CPU": 4.0, "memory": 1.0}}, {"Alive": False, "Resources": {"CPU": 64.0}},
+        {"Alive": True, "Resources": {"CPU": 4.0, "memory": 8e9}}, {"Alive": False, "Resources": {"CPU": 64.0}},
         {"Alive": True, "Resources": {}},
     ]  # fmt: skip
     calls = []
@@ -126,8 +137,9 @@ def ray(monkeypatch):
 
 
 def test_the_connection_ends_with_its_block(ray):
-    with connected("auto", None, None) as found:
-        assert (found.nodes, found.cpus, found.gpus, found.at_once) == (((4.0, 0.0), (0.0, 0.0)), 1.0, 0.0, 4)
+    with connected("auto") as found:
+        assert found.nodes == (Resources(4.0, 0.0, 8.0), Resources(0.0, 0.0, 0.0))
+        assert found.job == Resources(1.0, 0.0, 0.0) and found.at_once == 4
         assert ray.calls == ["tepal.tools.cluster.machine", "auto"]
     with pytest.raises(KeyError), connected("auto"):
         raise KeyError
@@ -139,10 +151,12 @@ def test_a_cluster_without_room_for_a_run_is_refused(ray):
         connected("auto", 5).__enter__()
     with pytest.raises(RunError, match=r"--cpus 1 --gpus 0.5"):
         connected("auto", 1, 0.5).__enter__()
-    assert ray.calls.count("shutdown") == 2
+    with pytest.raises(RunError, match=r"--cpus 1 --gpus 0 --memory 9. The largest have 4 cores and 8 GB of memory"):
+        connected("auto", 1, memory=9).__enter__()
+    assert ray.calls.count("shutdown") == 3
     with pytest.raises(RunError, match=r"--gpus 1.5: .* whole number"):
         connected("auto", 1, 1.5).__enter__()
-    assert ray.calls.count("shutdown") == 2
+    assert ray.calls.count("shutdown") == 3
 
 
 @pytest.mark.parametrize(("cpus", "gpus", "option"), [(1.5, 0, "--cpus 1.5"), (1, 2.5, "--gpus 2.5")])

@@ -17,7 +17,7 @@ import tepal
 from tepal.tools.cluster import actors as actors_module
 from tepal.tools.cluster import job as job_module
 from tepal.tools.cluster import machine as machine_module
-from tepal.tools.cluster.connection import Cluster, ClusterLost
+from tepal.tools.cluster.connection import Cluster, ClusterLost, Resources
 from tepal.tools.cluster.inputs import Input
 from tepal.tools.cluster.job import PROCESS, Job, JobFailed, done
 from tepal.tools.cluster.machine import digest_of, files_below
@@ -117,7 +117,7 @@ def cluster(tmp_path, monkeypatch, code):
     clock = SimpleNamespace(sleep=lambda _seconds: None, monotonic=time.monotonic)
     monkeypatch.setattr(job_module, "time", clock)
     inputs = SimpleNamespace(code=code, sending=lambda _place: threading.Lock())
-    found = Cluster("here:1", 1.0, 0.0, ((4.0, 0.0),), inputs)
+    found = Cluster("here:1", Resources(memory=0.5), (Resources(4.0, memory=8.0),), inputs)
     yield found
     found.actors.close()
 
@@ -162,7 +162,9 @@ def test_a_job_gets_its_inputs_files_and_arguments_and_its_value_comes_back(clus
         "sending the code", "sending the data",
     ]  # fmt: skip
     assert (tmp_path / "trial" / "a" / "x").read_text() == "long content"
-    assert ray.options == [{"num_cpus": 1.0, "num_gpus": 0.0, "max_concurrency": 4, "max_restarts": 0}]
+    assert ray.options == [
+        {"num_cpus": 1.0, "num_gpus": 0.0, "memory": 500_000_000, "max_concurrency": 4, "max_restarts": 0}
+    ]
     (actor,) = ray.actors
     assert actor.calls[-1] == "renew" and Path(value["at"]).exists()
     cluster.actors.close()
@@ -228,7 +230,7 @@ def test_a_job_waits_for_a_machine_with_room_while_one_is_there(cluster, monkeyp
         looks.append(None)
         if len(looks) == 40:
             cluster.stopped.set()
-        return [{"Alive": room, "Resources": {"CPU": 4.0}}]
+        return [{"Alive": room, "Resources": {"CPU": 4.0, "memory": 1e9}}]
 
     monkeypatch.setattr(job_module, "_LOOK", 0.001)
     ray = fake(monkeypatch, lambda _actor, name, _arguments: "lost after" if name == "place" else None)
@@ -355,7 +357,7 @@ def test_none_is_kept_while_a_job_waits_for_a_machine_with_room(cluster, monkeyp
     """The cores are given to it; else they would do nothing until the actor is ended."""
     room = threading.Event()
     ray = fake(monkeypatch, lambda actor, name, _: "lost after" if actor.number == 1 and name == "place" else None)
-    ray.nodes = lambda: [{"Alive": True, "Resources": {"CPU": 4.0}}]
+    ray.nodes = lambda: [{"Alive": True, "Resources": {"CPU": 4.0, "memory": 1e9}}]
     monkeypatch.setattr(job_module, "_LOOK", 0.01)
     waits = threading.Event()
 

@@ -13,7 +13,7 @@ from tepal.host.request_files import AWAY, CRASHED, END, REQUESTS
 from tepal.host.superlink import EndedRun, RunError
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster import spread as spread_module
-from tepal.tools.cluster.connection import Cluster, ClusterLost
+from tepal.tools.cluster.connection import Cluster, ClusterLost, Resources
 from tepal.tools.cluster.inputs import Inputs
 from tepal.tools.cluster.job import JobFailed, Place
 from tepal.tools.cluster.spread import SpreadEngine
@@ -70,7 +70,7 @@ def engine(monkeypatch):
     monkeypatch.setattr(Server, "does", staticmethod(lambda folder: None))
     monkeypatch.delenv("TEPAL_CACHE", raising=False)
     with Inputs() as inputs:
-        cluster = Cluster("here:1", 2.0, 0.0, ((4.0, 0.0), (5.0, 0.0)), inputs)
+        cluster = Cluster("here:1", Resources(2.0), (Resources(4.0), Resources(5.0)), inputs)
         with SpreadEngine(own_app(), 3, cluster) as made:
             yield made
 
