@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from tepal.exchange.cache import ClientCache, default_root
 from tepal.exchange.files import SUFFIX
-from tepal.exchange.manifest import Manifest, ProtocolError
+from tepal.exchange.manifest import ID, RECORD, Manifest, ProtocolError
+from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE
 from tepal.host.files import replacing
 from tepal.strategies.in_process import NodeConfig
@@ -42,12 +43,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """Its reply. `files`: what is new of the client's personal state; `gone`: names of what was removed of it."""
+    """Its reply. `files`: what is new of the client's personal state."""
 
     reply: Message
     state: RecordDict
     files: Mapping[str, bytes]
-    gone: Collection[str]
 
 
 class Lacking:
@@ -75,8 +75,9 @@ class FarClients:
             found = self._ask(client, replace(asked, files=personal.current() if personal else {}))
         assert isinstance(found, Answered)
         context.state = found.state
-        if (found.files or found.gone) and (personal := _personal_state(message)):
-            personal.change(found.files, found.gone)
+        if found.files and (personal := _personal_state(message)):
+            personal.add(found.files)
+            personal.prune()
         return found.reply
 
 
@@ -91,22 +92,21 @@ def answered(
         there: function of a setting of the message, which makes its paths those of this machine (`with_paths`).
         asked: what came.
     """
-    message, personal, before = asked.message, _personal_state(asked.message), set[str]()
+    message, personal = asked.message, _personal_state(asked.message)
     if personal:
-        personal.change(asked.files or {}, ())
-        if asked.files is None and personal.version and not personal.is_here():
+        personal.add(asked.files or {})
+        if asked.files is None and not personal.is_here():
             return Lacking()
-        before = personal.names()
+    before = personal.written() if personal else {}
     if message.has_content():
         for record in message.content.config_records.values():
             record.update({key: there(value) for key, value in record.items() if isinstance(value, str)})
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
     context = Context(1, asked.node_id, dict(asked.node_config), asked.state, dict(config))
     reply = reply_of(client_app, message, context)
-    if not personal:
-        return Answered(reply, context.state, {}, ())
-    after = personal.names()
-    return Answered(reply, context.state, personal.read(after - before), before - after)
+    after = personal.written() if personal else {}
+    new = [name for name, time in after.items() if before.get(name) != time]
+    return Answered(reply, context.state, personal.read(new) if personal else {})
 
 
 def reply_of(client_app: ClientApp, message: Message, context: Context) -> Message:
@@ -119,32 +119,42 @@ def reply_of(client_app: ClientApp, message: Message, context: Context) -> Messa
 
 @dataclass(frozen=True)
 class _PersonalState:
-    """The files of a client's personal state on a machine. `version`: id of the current one, "" if there is none."""
+    """The files of a client's personal state on a machine, for the exchange of a message."""
 
     folder: Path
-    version: str
+    manifest: Manifest
+    exchange: str
 
-    def names(self) -> set[str]:
-        return {path.name for path in self.folder.glob(f"*{SUFFIX}")}
+    def written(self) -> dict[str, int]:
+        """Name → time at which it was written, of all versions."""
+        return {path.name: path.stat().st_mtime_ns for path in self.folder.glob(f"*{SUFFIX}")}
 
     def is_here(self) -> bool:
-        """Whether the current version is."""
-        return any(self.folder.glob(f"*-{self.version}{SUFFIX}"))
+        """Whether the current version is, if there is one."""
+        return not self.manifest.current or bool(self._names())
 
     def current(self) -> dict[str, bytes]:
         """The file that the client's answer needs; {} if it is not here."""
-        return self.read(path.name for path in self.folder.glob(f"*-{self.version}{SUFFIX}"))
+        return self.read(self._names())
+
+    def _names(self) -> list[str]:
+        return [path.name for path in self.folder.glob(f"*-{self.manifest.current}{SUFFIX}")]
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
         return {name: (self.folder / name).read_bytes() for name in names}
 
-    def change(self, new: Mapping[str, bytes], gone: Iterable[str]) -> None:
-        for name, content in new.items():
+    def add(self, files: Mapping[str, bytes]) -> None:
+        for name, content in files.items():
             self.folder.mkdir(parents=True, exist_ok=True)
             with replacing(self.folder / name) as written:
                 written.write_bytes(content)
-        for name in gone:
-            (self.folder / name).unlink(missing_ok=True)
+
+    def prune(self) -> None:
+        """Remove what the client removes on its machine."""
+        of = self.manifest
+        PersonalState(
+            self.folder, current=of.current, keep=of.kept, exchange=self.exchange, round=of.plan.round
+        ).prune()
 
 
 def _personal_state(message: Message) -> _PersonalState | None:
@@ -156,7 +166,7 @@ def _personal_state(message: Message) -> _PersonalState | None:
     if manifest.plan.action == INTRODUCE:
         return None
     folder = ClientCache(default_root(), manifest.experiment, manifest.plan.client).personal
-    return _PersonalState(folder, manifest.current)
+    return _PersonalState(folder, manifest, str(message.content[RECORD][ID]))
 
 
 def with_paths(paths: Mapping[str, str], text: str) -> str:

@@ -3,7 +3,8 @@
     <folder>/<worker>/requests/<number>    what is asked; removed when its reply has been read
     <folder>/<worker>/arrays/<number>      the bytes of an Array of requests; removed when the Array is freed
     <folder>/<worker>/replies/<number>     what the worker answers; it removes its copy with the request
-    <folder>/<worker>/away                 while the worker has no machine; with a text: why it never has one again
+    <folder>/<worker>/ready                written by the worker; removed while it has no machine
+    <folder>/<worker>/gone                 why it never has one again
     <folder>/<worker>/crashed              besides, if its process ended by itself: by its first request, it is assumed
     <folder>/<worker>/end                  the worker is to end
 
@@ -29,10 +30,12 @@ from flwr.app import Array
 
 from tepal.host.files import replacing
 
-REQUESTS, ARRAYS, REPLIES, AWAY, CRASHED, END = "requests", "arrays", "replies", "away", "crashed", "end"
+REQUESTS, ARRAYS, REPLIES = "requests", "arrays", "replies"
+READY, GONE, CRASHED, END = "ready", "gone", "crashed", "end"
 
 _WORTH = 1 << 14  # bytes of an Array from which it has a file of its own
 _PAUSE = 0.01  # least seconds between two looks at folders
+_LONG_PAUSE = 0.5  # the same while no worker is ready
 _SHARE = 0.1  # greatest share of a core's time for these looks
 
 
@@ -56,8 +59,8 @@ class Workers:
     def ask(self, key: int, thing: object) -> Any:
         """Ask the worker of a key, and wait for its reply.
 
-        The worker is always the same one, so that it can keep what belongs to the key. While it is away, the request
-        goes to another one.
+        The worker is always the same one, so that it can keep what belongs to the key. While it is not ready, the
+        request goes to another one, or waits for one.
 
         Args:
             key: 0 or more; the keys are divided evenly.
@@ -70,23 +73,26 @@ class Workers:
             number, answered = worker.ask(thing, self._arrays)
             try:
                 self._begin_to_look()
-                answered.wait()
-                if (reply := worker.reply(number)) is not None:
-                    return reply[0]
+                while True:
+                    answered.wait()
+                    answered.clear()
+                    if (reply := worker.reply(number)) is not None:
+                        return reply[0]
+                    if not worker.is_ready:  # else it has another machine already, which is sent the request
+                        break
             finally:
                 worker.take_back(number)
 
     def _worker_of(self, key: int) -> _Worker:
-        """Wait for a worker that is not away: that of the key, or else one of the others."""
+        """Wait for a worker that is ready: that of the key, or else one of the others."""
         while True:
-            reasons = [worker.away() for worker in self._workers]
-            if reasons[key % len(reasons)] is None:
-                return self._workers[key % len(reasons)]
-            if there := [worker for worker, reason in zip(self._workers, reasons, strict=True) if reason is None]:
-                return there[key % len(there)]
-            if all(reasons):
+            if (own := self._workers[key % len(self._workers)]).is_ready:
+                return own
+            if ready := [worker for worker in self._workers if worker.is_ready]:
+                return ready[key % len(ready)]
+            if all(reasons := [worker.why_gone() for worker in self._workers]):
                 raise WorkerEnded(f"no worker is left: {reasons[0]}")
-            time.sleep(_PAUSE)
+            time.sleep(_LONG_PAUSE)
 
     def _begin_to_look(self) -> None:
         with self._looking:
@@ -95,7 +101,7 @@ class Workers:
                 threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:
-        """Wake those that wait for a reply when it is there, or when the worker is away. One thread does it for all."""
+        """Wake those that wait for a reply when it is there, or the worker is not ready. One thread does it for all."""
         while True:
             with self._looking:
                 if not any(worker.is_asked for worker in self._workers):
@@ -121,7 +127,7 @@ class _Worker:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def ask(self, thing: object, arrays: _SentArrays) -> tuple[int, threading.Event]:
-        """Write a request; return its number, and what is set when the reply is there or the worker is away."""
+        """Write a request; return its number, and what is set when the reply is there or the worker is not ready."""
         content, answered = io.BytesIO(), threading.Event()
         with self._writing:  # in the order of their numbers, which is that of the answers
             _Pickler(content, lambda array: arrays.number_for(self.folder / ARRAYS, array)).dump(thing)
@@ -140,22 +146,22 @@ class _Worker:
         """Raises OSError."""
         if not self._asked:
             return
-        there, away = {*os.listdir(self.folder / REPLIES)}, self.away()
+        ready, there = self.is_ready, {*os.listdir(self.folder / REPLIES)}
         with self._changing:
             for number, answered in self._asked.items():
-                if away is not None or _name(number) in there:
+                if not ready or _name(number) in there:
                     answered.set()
 
     def reply(self, number: int) -> tuple[Any] | None:
-        """The reply; None if there is none, because the worker is away. Raises WorkerEnded if the request is why."""
+        """The reply; None if there is none. Raises WorkerEnded if the worker has crashed with this request."""
         with suppress(FileNotFoundError):
             return (pickle.loads(self._file(REPLIES, number).read_bytes()),)
         if (self.folder / CRASHED).exists():
             with self._changing:
                 if self._at_fault is None:
-                    self._at_fault = min(self._asked)
+                    self._at_fault = min(each for each in self._asked if not self._file(REPLIES, each).exists())
             if self._at_fault == number:
-                raise WorkerEnded(self.away() or "it crashed")
+                raise WorkerEnded(self.why_gone())
         return None
 
     def take_back(self, number: int) -> None:
@@ -164,12 +170,15 @@ class _Worker:
         for name in (REQUESTS, REPLIES):
             self._file(name, number).unlink(missing_ok=True)
 
-    def away(self) -> str | None:
-        """Why it never has a machine again; "" if it may have one; None if it has one."""
-        try:
-            return (self.folder / AWAY).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+    @property
+    def is_ready(self) -> bool:
+        return (self.folder / READY).exists()
+
+    def why_gone(self) -> str:
+        """Why it never is ready again; "" if it may be."""
+        with suppress(FileNotFoundError):
+            return (self.folder / GONE).read_text(encoding="utf-8")
+        return ""
 
     def _file(self, name: str, number: int) -> Path:
         return self.folder / name / _name(number)
@@ -239,6 +248,8 @@ def answer_all(folder: Path, answer: Callable[[Any], object]) -> None:
     for each in (requests, replies):
         each.mkdir(parents=True, exist_ok=True)
     answered, parent = set[str](), os.getppid()
+    with replacing(folder / READY) as partial:
+        partial.touch()
     _answering.kept, _answering.folder = dict[int, Array](), folder / ARRAYS
     while not (folder / END).exists() and os.getppid() == parent:
         waiting = sorted(name for name in os.listdir(requests) if name.isdecimal())

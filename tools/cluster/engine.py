@@ -31,7 +31,7 @@ from tepal.records.run_directory import (
     read_config,
 )
 from tepal.tools.cluster.connection import Cluster, connected
-from tepal.tools.cluster.job import PROCESS, Job, JobFailed, Place, done
+from tepal.tools.cluster.job import MEMORY, PROCESS, Job, JobFailed, Place, done
 from tepal.tools.cluster.spread import SpreadEngine
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.paths import files_in, with_paths
@@ -97,7 +97,7 @@ class ClusterEngine(Runner):
             try:
                 done(self._cluster, job, pass_on)
             except JobFailed as error:
-                if not error.kind:
+                if error.kind in ("", MEMORY):
                     raise ClusterFailed(str(error), log) from error
                 said = explain(log.read_text(), str(error)) if error.kind == PROCESS else str(error)
                 raise RunError(said, log) from error

@@ -33,12 +33,12 @@ _LOSSES = 3  # machines lost in a row, without a new file between, after which a
 _PART = 16 * 2**20  # bytes of files in one call
 
 
-PROCESS = "process"
-"""The kind of a failure: the job's process ended."""
+PROCESS, MEMORY = "process", "memory"
+"""Kinds of failures: the job's process ended; its machine had too little memory for it."""
 
 
 class JobFailed(RuntimeError):
-    """A job failed. `kind`: class of the exception there, `PROCESS` if its process ended, "" if machines failed."""
+    """A job failed. `kind`: class of the exception there, `PROCESS`, `MEMORY`, or "" if machines failed."""
 
     def __init__(self, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -214,7 +214,7 @@ class _Attempt:
                 again = time.monotonic() if not asked else again
                 continue
             except exceptions.OutOfMemoryError as error:
-                raise JobFailed(f"{self._place.machine} had too little memory for it") from error
+                raise JobFailed(f"{self._place.machine} had too little memory for it", MEMORY) from error
             except exceptions.RayActorError as error:
                 if getattr(error, "actor_init_failed", False):  # Machine() raised
                     raise JobFailed(f"a machine cannot begin it: {_last_line(error)}") from error

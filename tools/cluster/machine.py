@@ -298,6 +298,10 @@ def matching(base: Path, pattern: str) -> Iterator[tuple[str, Path]]:
     `*` stands for any characters, also for several folders. Links are left out, and files that are being written.
     Raises OSError for a folder that cannot be read: its files are not known to be removed.
     """
+    if not re.search(r"[*?\[]", pattern):
+        if (base / pattern).is_file() and not (base / pattern).is_symlink():
+            yield pattern, base / pattern
+        return
     fixed = [part for part in re.split(r"[*?\[]", pattern)[0].split("/")[:-1] if part]
     for here, _, names in os.walk(base.joinpath(*fixed), topdown=False, onerror=_unless_removed):
         for name in sorted(names):

@@ -18,7 +18,7 @@ from typing import Any
 
 from tepal.exchange.secret import own_secret
 from tepal.host.files import locked, new_log, replacing
-from tepal.host.request_files import ARRAYS, AWAY, CRASHED, END, REPLIES, REQUESTS
+from tepal.host.request_files import ARRAYS, CRASHED, END, GONE, READY, REPLIES, REQUESTS
 from tepal.host.superlink import EndedRun, Listener, RunError
 from tepal.host.toml import Value, parse_run_config
 from tepal.tools.cluster.connection import Cluster, ClusterLost
@@ -31,6 +31,7 @@ from tepal.tools.simulation.running import cache_in
 _CACHE, _WORKER = "clients", "worker"
 _FOLDER = "tepal-spread-"
 _PAUSE = 0.05  # least seconds between two questions on replies
+_ABANDONED = 60.0  # seconds without a change after which a folder that nobody has locked is removed
 _GRACE = 5.0  # seconds until jobs have ended by themselves
 
 
@@ -91,13 +92,14 @@ class SpreadEngine(Runner):
         def job(folder: Path) -> Job:
             return Job(
                 function="tepal.tools.cluster.spread:answer_there", arguments=arguments, inputs=(app, *inputs.values()),
-                folders={_CACHE: caches, _WORKER: folder}, files=(f"{_CACHE}/secret",),
+                folders={_CACHE: caches, _WORKER: folder}, files=(f"{_CACHE}/secret", f"{_WORKER}/{READY}"),
                 made=(f"{_WORKER}/{REPLIES}/*",),
                 fed=(f"{_WORKER}/{ARRAYS}/*", f"{_WORKER}/{REQUESTS}/*", f"{_WORKER}/{END}"), pause=_PAUSE,
             )  # fmt: skip
 
         try:
             workers.start(job)
+            workers.wait_for_one()  # a round must not wait for machines
             return self._server.run(config, on_event=workers.tell_of_server, log=log)
         except RunError:
             if workers.lost:
@@ -114,11 +116,14 @@ def _own_folder() -> Iterator[Path]:
     """Make a folder for a block. Those of processes that were killed are removed."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         with suppress(OSError), locked(left, OSError("it is used")):
-            shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        with locked(folder, OSError(f"{folder}: another process has removed it")):
-            yield folder
+            if left.stat().st_mtime < time.time() - _ABANDONED:  # else its process may not have locked it yet
+                shutil.rmtree(left, ignore_errors=True)
+    used = OSError("a new folder for temporary files is used by another process")
+    with (
+        tempfile.TemporaryDirectory(prefix=_FOLDER, ignore_cleanup_errors=True) as name,
+        locked(Path(name), used, patience=10),
+    ):
+        yield Path(name)
 
 
 class _Workers:
@@ -145,17 +150,23 @@ class _Workers:
             shutil.rmtree(folder, ignore_errors=True)
             for name in (REQUESTS, ARRAYS, REPLIES):
                 (folder / name).mkdir(parents=True, exist_ok=True)
-            (folder / AWAY).touch()
             self._threads.append(threading.Thread(target=self._follow, args=[folder, job(folder)], daemon=True))
             self._threads[-1].start()
 
+    def wait_for_one(self) -> None:
+        """Wait until clients can train somewhere. Raises RunError if they never can."""
+        while not any((folder / READY).exists() for folder in self._folders):
+            if all((folder / GONE).exists() for folder in self._folders):
+                raise RunError(f"clients can train nowhere: {(self._folders[0] / GONE).read_text(encoding='utf-8')}")
+            time.sleep(_PAUSE)
+
     def end(self) -> None:
         """End the jobs. A client that still trains is not waited for, and neither is a machine with room."""
-        for folder in self._folders:
+        for folder in self._folders[: len(self._threads)]:
             (folder / END).touch()
         end = time.monotonic() + _GRACE
         for folder, thread in zip(self._folders, self._threads, strict=False):
-            if not (folder / AWAY).exists():
+            if (folder / READY).exists():
                 thread.join(max(end - time.monotonic(), 0))
         self._cluster.stopped.set()
         for thread in self._threads:
@@ -170,17 +181,13 @@ class _Workers:
             self._listener(kind, text)
 
     def _follow(self, folder: Path, job: Job) -> None:
-        away = folder / AWAY
-
         def tell(kind: str, text: str) -> None:
             if kind == "log":
                 with self._telling, self.printed.open("a", encoding="utf-8") as lines:
                     print(text, file=lines)
                 return
-            if kind == "stage" and text.startswith("on "):
-                away.unlink(missing_ok=True)
-            elif kind == "note":
-                away.touch()
+            if kind == "note":  # it begins again elsewhere
+                (folder / READY).unlink(missing_ok=True)
             self._tell(kind, text)
 
         why = "it has ended"
@@ -192,12 +199,13 @@ class _Workers:
             self.lost = error
         except Exception as error:  # whatever it is, the others go on
             why = str(error) if isinstance(error, JobFailed) else f"{type(error).__name__}: {error}"
-            if isinstance(error, JobFailed) and error.kind:
+            if isinstance(error, JobFailed) and error.kind and (folder / READY).exists():
                 (folder / CRASHED).touch()
             self._tell("note", f"{why}; no client trains there any more")
         finally:
-            with replacing(away) as partial:
+            with replacing(folder / GONE) as partial:
                 partial.write_text(why, encoding="utf-8")
+            (folder / READY).unlink(missing_ok=True)
 
 
 def answer_there(

@@ -98,11 +98,11 @@ def main() -> None:
             if "answers" in request:
                 there = lru_cache(64)(partial(with_paths, request["paths"]))
                 answer = partial(answered, app.client_app, config, there)
-                status = _done(partial(answer_all, Path(request["answers"]), answer))
+                status = _done(partial(answer_all, Path(request["answers"]), answer), "a place of clients failed")
             elif "asks" in request:
                 count = request["workers"]
                 far = FarClients(Workers(Path(request["asks"]), count).ask)
-                status = _done(partial(_run, app, config, clients, _WAITING * count, far))
+                status = _done(partial(_run, app, config, clients, _WAITING * count, far), SERVER_APP_RAISED)
             elif FORKS:
                 status = _status_of(_forked_run(app, config, clients, at_once, threads))
             else:
@@ -146,8 +146,8 @@ def _stacked(config: Mapping[str, Any]) -> int:
     return int(config.get("train-together", 1))
 
 
-def _log_exception() -> None:
-    getLogger("flwr").exception(SERVER_APP_RAISED)
+def _log_exception(said: str = SERVER_APP_RAISED) -> None:
+    getLogger("flwr").exception(said)
     sys.stdout.flush()
 
 
@@ -188,8 +188,11 @@ def _forked_run(app: LoadedApp, config: Mapping[str, Any], clients: int, at_once
     return status
 
 
-def _done(work: Callable[[], None]) -> str:
-    """Do something in a forked process, or in this one; return why it failed, "" if it did not."""
+def _done(work: Callable[[], None], failed: str) -> str:
+    """Do something in a forked process, or in this one; return why it failed, "" if it did not.
+
+    `failed`: what the log says then.
+    """
     if not FORKS:
         work()
         return ""
@@ -197,7 +200,7 @@ def _done(work: Callable[[], None]) -> str:
         try:
             work()
         except BaseException:  # it must not return: its caller is the parent's code
-            _log_exception()
+            _log_exception(failed)
             os._exit(1)
         _leave()
     return _status_of(os.waitpid(process, 0)[1])

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 from tepal.client_app.elsewhere import Asked, FarClients, answered, with_paths
 from tepal.exchange import partial_exchange, received
-from tepal.host.request_files import AWAY, END, Workers, answer_all
+from tepal.host.request_files import END, READY, Workers, answer_all
 from tepal.strategies import FedAvg
 from tepal.strategies.in_process import InProcessGrid, Node
 
@@ -60,24 +61,26 @@ def test_a_client_that_goes_on_elsewhere_has_its_personal_state_and_is_sent_what
     threads = [on(worker) for worker in (0, 1)]
     for thread in threads:
         thread.start()
+    while not all((folder / str(worker) / READY).exists() for worker in (0, 1)):
+        time.sleep(0.001)
 
     def at_the_end_of(report):
         if report.round == 2:
-            (folder / "1" / AWAY).touch()
+            (folder / "1" / READY).unlink()
         if report.round == 3:  # as if its process went on on another machine
             shutil.rmtree(tmp_path / "there-0")
 
     # Resumed after the first round, so that each client introduces itself again.
-    for rounds in (1, 4):
+    for rounds in (1, 9):
         far = FarClients(workers.ask)
         grid = InProcessGrid([Node(far, {"name": f"c{k}"}) for k in range(2)])
-        strategy = FedAvg(min_available_nodes=2, fraction_evaluate=0, checkpoints=tmp_path / "c", resume=rounds == 4)
+        strategy = FedAvg(min_available_nodes=2, fraction_evaluate=0, checkpoints=tmp_path / "c", resume=rounds == 9)
         strategy.on_round = at_the_end_of
         strategy.start(grid, START, num_rounds=rounds)
     for worker, thread in enumerate(threads):
         (folder / str(worker) / END).touch()
         thread.join(10)
-    assert sorted(app.rounds) == [(f"c{k}", float(count), "") for k in range(2) for count in range(1, 5)]
+    assert sorted(app.rounds) == [(f"c{k}", float(count), "") for k in range(2) for count in range(1, 10)]
     workers_of = {name: [worker for worker, of, _ in used if of == name] for name in ("c0", "c1")}
     assert set(workers_of["c0"]) == {0} and workers_of["c1"] == sorted(workers_of["c1"], reverse=True)
     sent = [(worker, name, len(files)) for worker, name, files in used if files is not None]
@@ -87,10 +90,8 @@ def test_a_client_that_goes_on_elsewhere_has_its_personal_state_and_is_sent_what
     def versions(root):
         return {path.relative_to(root): path.read_bytes() for path in root.glob("*/personal/*/*")}
 
-    kept = versions(here)
-    assert {path.parts[2] for path in kept} == {"c0", "c1"}
-    assert {path: kept[path] for path in versions(tmp_path / "there-0")} == versions(tmp_path / "there-0") != {}
-    assert {node.context.state["seen"]["rounds"] for node in grid.nodes.values()} == {4.0}
+    assert versions(here) == versions(tmp_path / "there-0") and 4 <= len(versions(here)) < 2 * 9
+    assert {node.context.state["seen"]["rounds"] for node in grid.nodes.values()} == {9.0}
 
 
 def test_paths_in_settings_are_those_of_the_clients_machine():
@@ -111,7 +112,7 @@ def test_paths_in_settings_are_those_of_the_clients_machine():
     asked = Asked(message, context.node_id, context.node_config, context.state, {})
     found = answered(made, {"dataset": "/there/y"}, partial(with_paths, paths), asked)
     assert found.reply.metadata.dst_node_id == message.metadata.src_node_id
-    assert not found.state and not found.files and not found.gone
+    assert not found.state and not found.files
     assert seen == [(
         {"dataset": "/there/y", "pretrained": "tiny,/there/y", "weights": "/there/w", "rate": 0.5, "other": "/here/xy",
          "client-settings": '{"3": {"data-path": "/there/y", "model-path": "/here/xy", "local-epochs": 2}}'},

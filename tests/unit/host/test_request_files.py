@@ -15,13 +15,29 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tepal.host import request_files
-from tepal.host.request_files import ARRAYS, AWAY, CRASHED, END, REPLIES, REQUESTS, WorkerEnded, Workers, answer_all
+from tepal.host.request_files import (
+    ARRAYS,
+    CRASHED,
+    END,
+    GONE,
+    READY,
+    REPLIES,
+    REQUESTS,
+    WorkerEnded,
+    Workers,
+    answer_all,
+)
 
 LARGE = 20_000  # float32 values: more bytes than an Array without a file of its own has
 
 
 def array(value, size=LARGE):
     return Array(np.full(size, value, np.float32))
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr(request_files, "_LONG_PAUSE", 0.01)
 
 
 def names_in(*parts):
@@ -38,11 +54,14 @@ def answering(folder, *workers, answer=lambda asked: asked):
         (own / END).unlink(missing_ok=True)
         threads.append(threading.Thread(target=answer_all, args=[own, lambda asked, by=worker: (by, answer(asked))]))
         threads[-1].start()
+    while not all((folder / str(worker) / READY).exists() for worker in workers):
+        time.sleep(0.001)
     try:
         yield
     finally:
         for worker in workers:
             (folder / str(worker) / END).touch()
+            (folder / str(worker) / READY).unlink(missing_ok=True)
         for thread in threads:
             thread.join(10)
             assert not thread.is_alive()
@@ -74,6 +93,8 @@ def test_each_key_has_its_worker(tmp_path, keys, count):
 def test_threads_get_their_own_replies_and_a_worker_answers_in_order(tmp_path):
     workers, answered = Workers(tmp_path, 2), {0: [], 1: []}
     begun = []
+    for worker in (0, 1):
+        ready(tmp_path, worker)
     with ThreadPoolExecutor(12) as pool:
         for key in range(12):
             begun.append(pool.submit(workers.ask, key, key))
@@ -102,7 +123,18 @@ def test_an_array_is_written_once_for_each_worker_that_is_asked_it_and_until_it_
         assert workers.ask(0, [array(3)]) == (0, 3.0)
 
 
-def test_while_a_worker_is_away_the_next_one_is_asked(tmp_path):
+def ready(folder, worker):
+    """A worker that is ready and answers nothing yet."""
+    (folder / str(worker) / READY).touch()
+
+
+def lose(folder, worker, why=""):
+    if why:
+        (folder / str(worker) / GONE).write_text(why)
+    (folder / str(worker) / READY).unlink()
+
+
+def test_while_a_worker_is_not_ready_another_one_is_asked(tmp_path):
     workers = Workers(tmp_path, 3)
 
     def asked():
@@ -110,11 +142,11 @@ def test_while_a_worker_is_away_the_next_one_is_asked(tmp_path):
 
     with answering(tmp_path, 0, 1, 2):
         assert asked() == 1
-        (tmp_path / "1" / AWAY).touch()
+        lose(tmp_path, 1)
         assert asked() == 0
-        (tmp_path / "0" / AWAY).write_text("for good")
+        lose(tmp_path, 0, "for good")
         assert asked() == 2
-        (tmp_path / "1" / AWAY).unlink()
+        ready(tmp_path, 1)
         assert asked() == 1
 
 
@@ -127,57 +159,72 @@ def asked_of(tmp_path, worker, count=1):
 
 def test_what_a_lost_worker_has_not_answered_is_asked_elsewhere(tmp_path):
     workers = Workers(tmp_path, 2)
+    ready(tmp_path, 0)
     with ThreadPoolExecutor(2) as pool:
         begun = [pool.submit(workers.ask, 0, what) for what in "ab"]
         asked_of(tmp_path, 0, 2)
         with answering(tmp_path, 1):
-            (tmp_path / "0" / AWAY).touch()
-            assert [each.result(10) for each in begun] == [(1, "a"), (1, "b")]
+            lose(tmp_path, 0)
+            assert sorted(each.result(10) for each in begun) == [(1, "a"), (1, "b")]
     assert names_in(tmp_path, 0, REQUESTS) == []
+
+
+def test_a_worker_that_has_another_machine_at_once_is_not_asked_again(tmp_path, monkeypatch):
+    """The request is still there, and is sent to that machine."""
+    workers, looks = Workers(tmp_path, 1), iter([True, False, False])
+    monkeypatch.setattr(type(workers._workers[0]), "is_ready", property(lambda self: next(looks, True)))
+    asked = []
+    with answering(tmp_path, 0, answer=lambda thing: time.sleep(0.1) or asked.append(thing)):
+        assert workers.ask(0, "a") == (0, None)
+    assert asked == ["a"]
 
 
 def test_a_reply_that_came_before_its_worker_was_lost_counts(tmp_path, monkeypatch):
     workers, looks = Workers(tmp_path, 1), []
 
-    def away():
-        """It is chosen, then its reply comes, and then it is away."""
+    def is_ready(worker):
+        """It is chosen, then its reply comes, and then it is lost."""
         looks.append(None)
         if len(looks) == 1:
-            return None
+            return True
         (number,) = names_in(tmp_path, 0, REQUESTS)
         (tmp_path / "0" / REPLIES / number).write_bytes(pickle.dumps("the reply"))
-        return ""
+        return False
 
-    monkeypatch.setattr(workers._workers[0], "away", away)
+    monkeypatch.setattr(type(workers._workers[0]), "is_ready", property(is_ready))
     assert workers.ask(0, "a") == "the reply"
     assert names_in(tmp_path, 0, REQUESTS) == names_in(tmp_path, 0, REPLIES) == []
 
 
-def test_a_worker_that_crashed_fails_the_first_request_it_had_alone(tmp_path):
+def test_a_worker_that_crashed_fails_the_first_request_it_had_not_answered_alone(tmp_path):
     workers = Workers(tmp_path, 2)
+    ready(tmp_path, 0)
+    answered, _ = workers._workers[0].ask("answered", workers._arrays)  # nobody has taken back its reply yet
+    (tmp_path / "0" / REPLIES / f"{answered:012d}").write_bytes(pickle.dumps("yes"))
     with ThreadPoolExecutor(3) as pool:
         begun = []
         for what in "abc":
             begun.append(pool.submit(workers.ask, 0, what))
-            asked_of(tmp_path, 0, len(begun))
+            asked_of(tmp_path, 0, len(begun) + 1)
         with answering(tmp_path, 1):
             (tmp_path / "0" / CRASHED).touch()
-            (tmp_path / "0" / AWAY).write_text("killed by signal 9")
+            lose(tmp_path, 0, "killed by signal 9")
             with pytest.raises(WorkerEnded, match="killed by signal 9"):
                 begun[0].result(10)
             assert [each.result(10) for each in begun[1:]] == [(1, "b"), (1, "c")]
             assert workers.ask(0, "d") == (1, "d")
-        (tmp_path / "1" / AWAY).write_text("no disk")
+        (tmp_path / "1" / GONE).write_text("no disk")
         with pytest.raises(WorkerEnded, match="no worker is left: killed by signal 9"):
             workers.ask(0, "e")
 
 
 def test_no_request_fails_with_a_worker_whose_machines_were_lost(tmp_path):
     workers = Workers(tmp_path, 2)
+    ready(tmp_path, 0)
     with answering(tmp_path, 1), ThreadPoolExecutor(1) as pool:
         begun = pool.submit(workers.ask, 0, "a")
         asked_of(tmp_path, 0)
-        (tmp_path / "0" / AWAY).write_text("its machine was lost 3 times")
+        lose(tmp_path, 0, "its machine was lost 3 times")
         assert begun.result(10) == (1, "a")
 
 
@@ -201,16 +248,15 @@ def test_nothing_looks_for_replies_when_nothing_is_asked(tmp_path):
             time.sleep(0.01)
 
 
-def test_while_all_are_away_a_request_waits(tmp_path):
+def test_while_none_is_ready_a_request_waits(tmp_path):
     workers = Workers(tmp_path, 2)
-    (tmp_path / "0" / AWAY).write_text("ended")
-    (tmp_path / "1" / AWAY).touch()
-    with answering(tmp_path, 1), ThreadPoolExecutor(1) as pool:
+    (tmp_path / "0" / GONE).write_text("ended")
+    with ThreadPoolExecutor(1) as pool:
         begun = pool.submit(workers.ask, 0, "a")
-        time.sleep(0.2)
+        time.sleep(0.1)
         assert not begun.done()
-        (tmp_path / "1" / AWAY).unlink()
-        assert begun.result(10) == (1, "a")
+        with answering(tmp_path, 1):
+            assert begun.result(10) == (1, "a")
 
 
 def test_a_request_that_was_taken_back_is_not_answered_and_others_are(tmp_path, monkeypatch):

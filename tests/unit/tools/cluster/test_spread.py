@@ -1,6 +1,7 @@
 """A run whose clients are on a cluster: its jobs, which are fakes here, and when one waits, is lost or fails."""
 
 import json
+import os
 import tempfile
 import threading
 import time
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tepal.host.request_files import AWAY, CRASHED, END, REQUESTS
+from tepal.host.request_files import CRASHED, END, GONE, READY, REQUESTS
 from tepal.host.superlink import EndedRun, RunError
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster import spread as spread_module
@@ -45,15 +46,20 @@ class Server:
         self.stopped = True
 
 
+def on_a_machine(folder, tell):
+    tell("stage", "on far")
+    (folder / READY).touch()  # it has come from there
+
+
 @pytest.fixture
 def jobs(monkeypatch):
     """What the jobs do: `jobs.do(folder, tell)`, each in a thread; by default they end when they are to."""
-    found = SimpleNamespace(all=[], do=lambda folder, tell: tell("stage", "on far"))
+    found = SimpleNamespace(all=[], do=on_a_machine)
 
     def done(cluster, job, tell):
         found.all.append(job)
         folder = job.folders["worker"]
-        assert (folder / AWAY).exists()
+        assert not (folder / READY).exists()
         found.do(folder, tell)
         while not (folder / END).exists():
             if cluster.stopped.wait(0.01):
@@ -86,10 +92,9 @@ def config(tmp_path):
 
 
 def states(folder):
-    return [
-        (folder / str(worker) / AWAY).read_text() if (folder / str(worker) / AWAY).exists() else None
-        for worker in range(3)
-    ]
+    """Of each worker why it never is ready again, else whether it is."""
+    workers = [folder / str(worker) for worker in range(3)]
+    return [(of / GONE).read_text() if (of / GONE).exists() else (of / READY).exists() for of in workers]
 
 
 def until(condition):
@@ -105,14 +110,14 @@ def test_each_place_has_a_job_that_is_sent_messages_and_sends_replies(engine, jo
         "Engine: Ray cluster here:1: 2 machines with 9 cores; the server here, 3 clients at once, each with 2 cores"
     )
     told = []
-    Server.does = staticmethod(lambda folder: until(lambda: states(folder) == [None] * 3))
+    Server.does = staticmethod(lambda folder: until(lambda: states(folder) == [True] * 3))
     ended = engine.run(config, on_event=lambda *event: told.append(event), log=tmp_path / "a.log")
     assert ended.status == "completed" and len(jobs.all) == 3
     assert told.count(("stage", "on far")) == 3 and ("log", "a line") in told and len(told) == 4
     assert len({job.folders["worker"] for job in jobs.all}) == 3
     for job in jobs.all:
         assert job.folders["clients"] == tmp_path / "runs" / ".clients" == engine._server.cache
-        assert job.files == ("clients/secret",) and (job.folders["clients"] / "secret").exists()
+        assert job.files == ("clients/secret", "worker/ready") and (job.folders["clients"] / "secret").exists()
         assert job.made == ("worker/replies/*",)
         assert job.fed == ("worker/arrays/*", "worker/requests/*", "worker/end") and not job.renewed
     arguments = job.arguments(PLACE)
@@ -124,48 +129,63 @@ def test_each_place_has_a_job_that_is_sent_messages_and_sends_replies(engine, jo
     json.dumps(arguments)
 
 
-def test_a_worker_is_away_until_it_has_a_machine_when_that_is_lost_and_when_it_has_failed(
+def test_a_worker_is_ready_when_it_says_so_until_its_machine_is_lost_or_it_fails(
     engine, jobs, config, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(spread_module, "_GRACE", 0.1)  # the first one never ends by itself
-    steps, told = [threading.Event() for _ in range(3)], []
+    steps, told, failed = [threading.Event() for _ in range(3)], [], "its process on far was killed by signal 9"
 
     def do(folder, tell):
         if folder.name == "0":
             tell("stage", "waits for a machine with room")
             engine._cluster.stopped.wait(10)
             raise RunStopped
-        tell("stage", "on far")
+        on_a_machine(folder, tell)
         if folder.name == "1":
             steps[0].wait(10)
             tell("note", "far was lost; it goes on elsewhere")
             steps[1].wait(10)
-            tell("stage", "on farther")
+            on_a_machine(folder, tell)
             tell("log", "Client 1 trains")
         else:
             steps[2].wait(10)
-            raise JobFailed("its process on far was killed by signal 9", "process")
+            raise JobFailed(failed, "process")
 
     def does(folder):
-        for step, expected in zip(
-            [None, *steps],
-            [
-                ["", None, None],
-                ["", "", None],
-                ["", None, None],
-                ["", None, "its process on far was killed by signal 9"],
-            ],
-            strict=True,
-        ):
+        expected = [[False, True, True], [False, False, True], [False, True, True], [False, True, failed]]
+        for step, states_then in zip([None, *steps], expected, strict=True):
             if step is not None:
                 step.set()
-            until(lambda expected=expected: states(folder) == expected)
+            until(lambda states_then=states_then: states(folder) == states_then)
 
     jobs.do, Server.does = do, staticmethod(does)
     engine.run(config, on_event=lambda *event: told.append(event), log=tmp_path / "a.log")
-    assert ("note", "its process on far was killed by signal 9; no client trains there any more") in told
+    assert ("note", f"{failed}; no client trains there any more") in told
     assert (tmp_path / "a.log").read_text() == "the server's\nClient 1 trains\n"
     assert not [thread for thread in threading.enumerate() if "_follow" in thread.name]
+
+
+def test_the_server_begins_when_clients_can_train_somewhere(engine, jobs, config, tmp_path):
+    begun = threading.Event()
+
+    def do(folder, tell):
+        if folder.name == "2":
+            time.sleep(0.2)
+            assert not begun.is_set()
+            on_a_machine(folder, tell)
+
+    jobs.do, Server.does = do, staticmethod(lambda folder: begun.set())
+    engine.run(config, log=tmp_path / "a.log")
+    assert begun.is_set()
+
+
+def test_if_clients_can_train_nowhere_the_reason_is_the_error(engine, jobs, config, tmp_path):
+    def do(folder, tell):
+        raise JobFailed("no machine of the cluster has room for it any more")
+
+    jobs.do, Server.does = do, staticmethod(lambda folder: pytest.fail("it begins"))
+    with pytest.raises(RunError, match="clients can train nowhere: no machine of the cluster has room"):
+        engine.run(config, log=tmp_path / "a.log")
 
 
 def test_a_run_finds_nothing_of_the_one_before(engine, jobs, config, tmp_path):
@@ -181,9 +201,14 @@ def test_a_run_finds_nothing_of_the_one_before(engine, jobs, config, tmp_path):
 
 def test_a_cluster_that_is_lost_is_the_error_and_not_what_follows_from_it(engine, jobs, config, tmp_path):
     def do(folder, tell):
+        on_a_machine(folder, tell)
+        until(lambda: begun)
         raise ClusterLost("no longer a part")
 
+    begun = []
+
     def does(folder):
+        begun.append(True)
         until(lambda: states(folder) == ["it has ended"] * 3)
         raise RunError("too few replies")
 
@@ -193,13 +218,15 @@ def test_a_cluster_that_is_lost_is_the_error_and_not_what_follows_from_it(engine
 
 
 def test_an_error_that_nobody_expected_is_told_and_no_clients_fault(engine, jobs, config, tmp_path):
-    told, crashed = [], []
+    told, crashed, begun = [], [], []
 
     def do(folder, tell):
-        tell("stage", "on far")
+        on_a_machine(folder, tell)
+        until(lambda: begun)
         raise JobFailed("killed", "process") if folder.name == "1" else OSError(28, "No space left on device")
 
     def does(folder):
+        begun.append(True)
         until(lambda: states(folder) == [text, "killed", text])
         crashed.extend(path.parent.name for path in folder.glob(f"*/{CRASHED}"))
 
@@ -213,6 +240,8 @@ def test_a_place_that_never_had_a_machine_delays_no_end(engine, jobs, config, tm
     monkeypatch.setattr(spread_module, "_GRACE", 60)
 
     def do(folder, tell):
+        if folder.name == "0":
+            return on_a_machine(folder, tell)
         tell("stage", "waits for a machine with room")
         engine._cluster.stopped.wait(30)
         raise RunStopped
@@ -225,10 +254,14 @@ def test_a_place_that_never_had_a_machine_delays_no_end(engine, jobs, config, tm
 
 def test_folders_of_killed_commands_are_removed_and_those_of_others_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "tepal-spread-left").mkdir()
+    for name, age in (("left", 61), ("new", 0)):
+        (tmp_path / f"tepal-spread-{name}").mkdir()
+        os.utime(tmp_path / f"tepal-spread-{name}", (time.time() - age,) * 2)
     with spread_module._own_folder() as first, spread_module._own_folder() as second:
-        assert sorted(tmp_path.iterdir()) == sorted([first, second])
-    assert not list(tmp_path.iterdir())
+        os.utime(first, (0, 0))
+        with spread_module._own_folder() as third:
+            assert sorted(tmp_path.iterdir()) == sorted([first, second, third, tmp_path / "tepal-spread-new"])
+    assert list(tmp_path.iterdir()) == [tmp_path / "tepal-spread-new"]
 
 
 def test_clients_that_train_together_are_refused(engine, jobs, config, tmp_path):
