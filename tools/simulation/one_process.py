@@ -42,14 +42,16 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.supercore.task_identity import TaskIdentity
 
+import tepal.client_app
 import tepal.host
-from tepal.client_app.elsewhere import FarClients, answered, reply_of, with_paths
 from tepal.client_app.stacked import Gathering
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.strategies.in_process import Answers, PopulationGrid
 
-tepal.host.__path__.append(str(Path(__file__).parents[2] / "host"))  # an app's own `tepal` does not have these:
+for package in (tepal.host, tepal.client_app):  # an app's own `tepal` does not have these modules:
+    package.__path__.append(str(Path(__file__).parents[2] / package.__name__.rpartition(".")[2]))
+from tepal.client_app.elsewhere import FarClients, answered, reply_of, with_paths
 from tepal.host.allocator import keep_freed_memory
 from tepal.host.request_files import Workers, answer_all
 from tepal.host.shared_pipe import SharedPipe, shared_pipe

@@ -218,9 +218,9 @@ def test_the_command_computes_on_the_cluster_that_is_named(machines, monkeypatch
     monkeypatch.setattr("tepal.tools.cluster.connection.connected", connected)
     monkeypatch.setattr(runner, "EXPERIMENTS", {"sums": Sums()})
     given = ["reproduce", "sums", "--folder", str(tmp_path)]
-    done = CliRunner().invoke(main, [*given, "--ray", "far:1", "--cpus", "2", "--gpus", "0.5"])
+    done = CliRunner().invoke(main, [*given, "--ray", "far:1", "--cpus", "2", "--gpus", "0.5", "--memory", "3"])
     assert done.exit_code == 0 and done.stdout.startswith("Engine: far\n") and "Device:" not in done.stdout
-    assert asked == [("far:1", 2.0, 0.5)] and len(machines.events) == 10
+    assert asked == [("far:1", 2.0, 0.5, 3.0)] and len(machines.events) == 10
     machines.fails["a"] = JobFailed("'x'", "KeyError")
     failed = CliRunner().invoke(main, [*given[:-1], str(tmp_path / "b"), "--ray", "far:1"])
     assert failed.exit_code == 1 and "'x'" in failed.stderr
