@@ -1,6 +1,6 @@
 """Seconds on one core of this machine, and on a Ray cluster of two nodes with one core each.
 
-    python benchmarks/cluster.py [comparison | run] [--seeds 4] [--rounds 30] [--runs 3] [--quick]
+    python benchmarks/cluster.py [comparison | run] [--seeds 4] [--rounds 30] [--config "…"] [--runs 3] [--quick]
 
 Either a comparison, `tepal compare` with FedAvg and FedFrozen and `--seeds` seeds, of which each run is on one node; or
 one run, `tepal simulate --spread` with FedAvg, whose clients are on both. Digits, ten clients. The nodes are processes
@@ -70,7 +70,8 @@ def seconds_of(what: str, runs: Path, options: argparse.Namespace, address: str,
         seeds = ",".join(map(str, range(1, options.seeds + 1)))
         command += ["compare", str(ROOT), "--strategies", "fedavg,fedfrozen", "--seeds", seeds, *config]
     else:
-        command += ["simulate", str(ROOT), *config, "-c", 'strategy="fedavg"']
+        # Replies are merged in the order of the clients, so that all digits are the same.
+        command += ["simulate", str(ROOT), *config, "-c", f'strategy="fedavg" deterministic=true {options.config}']
         command += [] if address == "none" else ["--spread"]
     held = command if core is None else ["taskset", "-c", str(core), *command]
     begun = time.perf_counter()
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=[_COMPARISON, _RUN], default=_COMPARISON)
     parser.add_argument("--seeds", type=int, default=4, help="of a comparison")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--config", default="", help="more of the run config of one run")
     parser.add_argument("--runs", type=int, default=3, help="times that each is computed")
     parser.add_argument("--quick", action="store_true", help="once, with one seed and two rounds")
     parser.add_argument("--json", type=Path, help="write all figures here")

@@ -247,15 +247,14 @@ def answer_all(folder: Path, answer: Callable[[Any], object]) -> None:
     requests, replies = folder / REQUESTS, folder / REPLIES
     for each in (requests, replies):
         each.mkdir(parents=True, exist_ok=True)
-    answered, parent = set[str](), os.getppid()
+    answered, parent = set[str](), os.getppid()  # of all, because one may come again after a cut of the network
     with replacing(folder / READY) as partial:
         partial.touch()
     _answering.kept, _answering.folder = dict[int, Array](), folder / ARRAYS
     while not (folder / END).exists() and os.getppid() == parent:
         waiting = sorted(name for name in os.listdir(requests) if name.isdecimal())
-        for name in answered.difference(waiting):
+        for name in {name for name in os.listdir(replies) if name.isdecimal()}.difference(waiting):
             (replies / name).unlink(missing_ok=True)
-            answered.remove(name)
         due = next((name for name in waiting if name not in answered), None)
         asked = None if due is None else _read(requests / due)
         if due is None or asked is None:

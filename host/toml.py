@@ -39,12 +39,14 @@ def separated(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
 
 
-def parse_run_config(arguments: Iterable[str]) -> dict[str, Value]:
+def parse_run_config(arguments: Mapping[str, Value] | Iterable[str]) -> dict[str, Value]:
     """Read run configuration as `flwr run --run-config` takes it: `'lr=0.1 name="x"'` or the path of a TOML file.
 
-    Unlike there, pairs and files mix, and two arguments may set keys of one table (`a.x=1`, then `a.y=2`; Flower keeps
-    only the last). Raises `ValueError` for text that cannot be read.
+    A mapping with flat keys is copied. Unlike there, pairs and files mix, and two arguments may set keys of one table
+    (`a.x=1`, then `a.y=2`; Flower keeps only the last). Raises `ValueError` for text that cannot be read.
     """
+    if isinstance(arguments, Mapping):
+        return dict(arguments)
     config: dict[str, Value] = {}
     for argument in arguments:
         if argument.endswith(".toml"):

@@ -10,12 +10,11 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tepal.exchange.secret import own_secret
 from tepal.host.files import new_log
 from tepal.host.superlink import EndedRun, Listener, RunError, explain
 from tepal.host.toml import Value, parse_run_config
@@ -31,13 +30,13 @@ from tepal.records.run_directory import (
     read_config,
 )
 from tepal.tools.cluster.connection import Cluster, connected
+from tepal.tools.cluster.inputs import caches_for
 from tepal.tools.cluster.job import MEMORY, PROCESS, Job, JobFailed, Place, done
 from tepal.tools.cluster.spread import SpreadEngine
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.paths import files_in, with_paths
 from tepal.tools.simulation.engine import Runner
 from tepal.tools.simulation.process_engine import ProcessEngine
-from tepal.tools.simulation.running import cache_in
 
 _RUNS, _CACHE = "runs", "clients"
 _WRITTEN: Mapping[str, Written] = {CONFIG: in_toml, REPORT: in_html, "": str}
@@ -79,7 +78,7 @@ class ClusterEngine(Runner):
         on_event: Listener | None = None,
         log: Path | None = None,
     ) -> EndedRun:
-        config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
+        config = parse_run_config(run_config)
         tell, log = on_event or (lambda _kind, _text: None), log or new_log("run")
         if config.get("resume"):
             directory = find_run(Path(str(config["resume"])))
@@ -105,9 +104,7 @@ class ClusterEngine(Runner):
 
     def _job(self, directory: Path, config: Mapping[str, Value]) -> Job:
         """The run of a directory as a job."""
-        caches = self.cache or cache_in(directory.parent)
-        with suppress(OSError):  # the clients then note it in the log
-            own_secret(caches / "secret", "", "")  # the same wherever the run goes on
+        caches = caches_for(self.cache, directory.parent)
         app = self._cluster.inputs.of_app(self.app)
         inputs = {path: self._cluster.inputs.of(path) for path in files_in(config)}
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
 import tepal
+from tepal.exchange.secret import own_secret
 from tepal.host.superlink import stage_app
 from tepal.tools.cluster.machine import Size, digest_of, files_below, size_of
+from tepal.tools.simulation.running import cache_in
 
 _LEFT_OUT = ("__pycache__", "*.pyc")
+_PART = 16 * 2**20  # bytes of files in one call
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,49 @@ def _code(copy: Path) -> Input:
 
 def _input(files: Mapping[str, Path], what: str, entry: str = "") -> Input:
     return Input(digest_of(files), files, what, entry)
+
+
+def caches_for(kept: Path | None, runs: Path) -> Path:
+    """The folder of the clients' caches, by default that of the folder `runs`, with the secret of its clients.
+
+    It is sent to machines, so that a client has the same name wherever it trains.
+    """
+    caches = kept or cache_in(runs)
+    with suppress(OSError):  # the clients then note it in the log
+        own_secret(caches / "secret", "", "")
+    return caches
+
+
+# --- files in calls -------------------------------------------------------------------------------------------------
+
+Part = tuple[str, int, bytes]
+"""A part of a file: name, offset and content."""
+
+
+def parts_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """A file in parts: offset and content. An empty file has one."""
+    with path.open("rb") as file:
+        offset = 0
+        while (content := file.read(_PART)) or not offset:
+            yield offset, content
+            offset += len(content)
+            if not content:
+                return
+
+
+def calls_of(files: Mapping[str, Path]) -> Iterator[tuple[list[Part], list[str]]]:
+    """The parts of files for each call, as many as fit into one, and the files that end with it, in their order.
+
+    An answer takes longer than a small file.
+    """
+    parts, ended, size = list[Part](), list[str](), 0
+    for name, path in files.items():
+        for offset, content in parts_of(path):
+            if parts and size + len(content) > _PART:
+                yield parts, ended
+                parts, ended, size = [], [], 0
+            parts.append((name, offset, content))
+            size += len(content)
+        ended.append(name)
+    if parts:
+        yield parts, ended

@@ -17,7 +17,7 @@ from tepal.host.text import visible
 from tepal.records.run_directory import CHECKPOINTS, NOW
 from tepal.tools.cluster.actors import end
 from tepal.tools.cluster.connection import Cluster
-from tepal.tools.cluster.inputs import Input
+from tepal.tools.cluster.inputs import Input, calls_of, parts_of
 from tepal.tools.cluster.machine import RESULT, RESULT_FILE, Machine, Version, matching
 from tepal.tools.cluster.process import JOB
 from tepal.tools.simulation.engine import RunStopped
@@ -30,7 +30,8 @@ _REPEATED = 30.0  # seconds without an answer after which a machine is asked aga
 _LOOK = 10.0  # seconds between two looks at the cluster while a job waits
 _ROOMLESS = 12  # looks without any machine that has room, after which a job fails
 _LOSSES = 3  # machines lost in a row, without a new file between, after which a job fails
-_PART = 16 * 2**20  # bytes of files in one call
+_PATIENCE = 0.1  # seconds that a machine waits for a change while an answer is awaited
+_GLANCE = 0.02  # seconds between two looks at files here that are to be sent
 
 
 PROCESS, MEMORY = "process", "memory"
@@ -76,7 +77,8 @@ class Job:
         made: more patterns, of files that are not sent, each new one of which is progress: they come before the others.
         fed: patterns of files that are sent while the job goes on, whole, in this order of patterns, and are removed
             there when they are removed here.
-        pause: least seconds between two questions on what has changed.
+        answers: folder of files that are fed → folder of what it makes, where a file of the same name is the answer.
+        pause: least seconds between two questions on what has changed, while no answer is awaited.
         renewed: whether the process can do another job afterwards: what this one leaves in its memory does no harm.
         sent: place, name and content of a file → the content that is sent.
         returned: the same of what comes back; the name is "" for a line that was printed.
@@ -89,6 +91,7 @@ class Job:
     files: Sequence[str] = ()
     made: Sequence[str] = ()
     fed: Sequence[str] = ()
+    answers: Mapping[str, str] = field(default_factory=dict)
     pause: float = 0.3
     renewed: bool = False
     sent: Callable[[Place, str, bytes], bytes] | None = None
@@ -250,35 +253,37 @@ class _Attempt:
         for digest in self._wait(self._actor.missing.remote, {digest: each.size for digest, each in inputs.items()}):
             one = inputs[digest]
             self._tell("stage", f"sending {one.what} to {self._place.machine} ({one.size[1] / 1e6:,.0f} MB)")
-            for parts in _calls(one.files):
+            for parts, _ in calls_of(one.files):
                 self._wait(self._actor.write_input.remote, digest, parts)
             self._wait(self._actor.complete_input.remote, digest)
 
     def _send_file(self, name: str, path: Path) -> None:
-        for offset, content in _parts(path):
+        for offset, content in parts_of(path):
             if self._job.sent is not None:  # it changes small files only, which are one part
                 content = self._job.sent(self._place, name, content)
             self._known[name] = tuple(self._wait(self._actor.write_file.remote, name, offset, content))
         self._seen.add(name)
 
-    def _feed(self) -> None:
-        """Send the files of the job's `fed` that are new here, and remove there those that are here no more."""
+    def _feed(self) -> bool:
+        """Send the files of the job's `fed` that are new here, and remove there those that are here no more.
+
+        Returns whether an answer is awaited.
+        """
         # In reverse: those that a later one needs are there when it is listed.
         listed = [pair for pattern in reversed(self._job.fed) for pair in reversed([*self._files_of(pattern)])]
         found = dict(reversed(listed))
-        for name, path in found.items():
-            if name in self._fed:
-                continue
-            folder, _, last = name.rpartition("/")
-            partial = f"{folder}/.writing-{last}"
-            with suppress(FileNotFoundError):  # removed since
-                for offset, content in _parts(path):
-                    self._wait(self._actor.write_file.remote, partial, offset, content)
-                self._wait(self._actor.place_file.remote, name, partial)
-                self._fed.add(name)
-        if gone := sorted(self._fed - found.keys()):
-            self._wait(self._actor.remove_files.remote, gone)
-            self._fed -= {*gone}
+        gone = sorted(self._fed - found.keys())
+        with suppress(FileNotFoundError):  # removed since: the next look finds the others
+            for parts, whole in calls_of({name: path for name, path in found.items() if name not in self._fed}):
+                self._wait(self._actor.feed.remote, parts, whole, gone)
+                self._fed = self._fed.union(whole).difference(gone)
+                gone = []
+        if gone:
+            self._wait(self._actor.feed.remote, [], [], gone)
+            self._fed.difference_update(gone)
+        fed = ((folder, last) for folder, _, last in (name.rpartition("/") for name in self._fed))
+        answers = self._job.answers
+        return any(folder in answers and f"{answers[folder]}/{last}" not in self._known for folder, last in fed)
 
     def _files_of(self, pattern: str) -> Iterator[tuple[str, Path]]:
         """Names and paths of the files here."""
@@ -292,9 +297,10 @@ class _Attempt:
         """Write here what the job writes there, until its process has ended."""
         files = [*self._job.made, *self._job.files, f"{RESULT}/*"]
         while True:
-            self._feed()
+            awaited = self._feed()
             begun = time.monotonic()
-            answer = self._wait(self._actor.ask.remote, self._known, files, self._printed)
+            patience = _PATIENCE if awaited else 0.0
+            answer = self._wait(self._actor.ask.remote, self._known, files, self._printed, patience)
             for name, (version, content) in answer.changed.items():
                 self._write(name, content)
                 self._known[name] = tuple(version)
@@ -309,10 +315,17 @@ class _Attempt:
                 self._print(b"\n" if self._line else b"")  # a line that was cut off
                 self._status = answer.status
                 return
-            # Large files take most of the time: ask less often.
-            pause = max(self._job.pause, 3 * (time.monotonic() - begun))
-            if self._cluster.stopped.wait(pause):
+            if not awaited:  # large files take most of the time: ask less often
+                self._rest(max(self._job.pause, 3 * (time.monotonic() - begun)))
+
+    def _rest(self, seconds: float) -> None:
+        """Wait, or until something was sent whose answer is awaited. Raises RunStopped."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self._cluster.stopped.wait(min(left, _GLANCE) if self._job.fed else left):
                 raise RunStopped
+            if self._job.fed and self._feed():
+                return
 
     def _write(self, name: str, content: bytes) -> None:
         if name == RESULT_FILE:
@@ -353,31 +366,6 @@ class _Attempt:
             raise JobFailed(result["error"], result["kind"])
         ended = f"was killed by signal {-self._status}" if self._status < 0 else f"ended with status {self._status}"
         raise JobFailed(f"its process on {self._place.machine} {ended}", PROCESS)
-
-
-def _parts(path: Path) -> Iterator[tuple[int, bytes]]:
-    """A file in parts: offset and content. An empty file has one."""
-    with path.open("rb") as file:
-        offset = 0
-        while (content := file.read(_PART)) or not offset:
-            yield offset, content
-            offset += len(content)
-            if not content:
-                return
-
-
-def _calls(files: Mapping[str, Path]) -> Iterator[list[tuple[str, int, bytes]]]:
-    """Files in parts (path, offset and content), as many as fit into one call: an answer takes longer than a file."""
-    parts, size = list[tuple[str, int, bytes]](), 0
-    for name, path in files.items():
-        for offset, content in _parts(path):
-            if parts and size + len(content) > _PART:
-                yield parts
-                parts, size = [], 0
-            parts.append((name, offset, content))
-            size += len(content)
-    if parts:
-        yield parts
 
 
 def _last_line(error: BaseException) -> str:

@@ -48,6 +48,7 @@ _UNNAMED = f"{_PARTIAL}lock"
 _REMOVED = ".removed-"
 _KEPT = 7 * 24 * 3600.0  # seconds after which an input that no job used is removed
 _OLD = 300.0  # seconds after which an actor does no other job
+_PAUSE = 0.01  # seconds between two looks for a change
 _GRACE = 8.0  # seconds between SIGTERM and SIGKILL of a job's process
 
 Size = tuple[int, int]
@@ -70,7 +71,7 @@ class Answer:
     """
 
     changed: Mapping[str, tuple[Version, bytes]] = field(default_factory=dict)
-    removed: Sequence[str] = ()
+    removed: Sequence[str] = field(default_factory=list)
     more: bool = False
     printed: bytes = b""
     status: int | None = None
@@ -139,21 +140,30 @@ class Machine:
         """Write a part of a file of the job; returns the version that the file has then."""
         return _write(self.folder / path, content, offset)
 
-    def place_file(self, path: str, written: str) -> None:
-        """Give a file of the job its name, when all of it was written under another one."""
+    def feed(self, parts: Sequence[tuple[str, int, bytes]], whole: Sequence[str], gone: Sequence[str]) -> None:
+        """Write parts of files of the job (path, offset and content), which have their names when they are whole.
+
+        `whole`: those of which no part is missing any more. `gone`: files to remove.
+        """
+        for path, offset, content in parts:
+            _write(self._unfinished(path), content, offset)
+        for path in whole:
+            self._place(path)
+        for path in gone:
+            (self.folder / path).unlink(missing_ok=True)
+
+    def _unfinished(self, path: str) -> Path:
+        return (self.folder / path).with_name(f"{_PARTIAL}{Path(path).name}")
+
+    def _place(self, path: str) -> None:
         named = self.folder / path
         if named.exists():  # the call is repeated, and a late part may have the other name
             return
         try:
-            (self.folder / written).rename(named)
+            self._unfinished(path).rename(named)
         except FileNotFoundError:  # it may be repeated while the first one is under way
             if not named.exists():
                 raise
-
-    def remove_files(self, paths: Sequence[str]) -> None:
-        """Remove files of the job."""
-        for path in paths:
-            (self.folder / path).unlink(missing_ok=True)
 
     def begin(self, code: str, threads: int) -> None:
         """Start the job's process, `python -m tepal.tools.cluster.process FOLDER PARENT`, or let it begin its next job.
@@ -183,8 +193,12 @@ class Machine:
                 )  # fmt: skip
             self._begun = True
 
-    def ask(self, known: Mapping[str, Version], patterns: Sequence[str], offset: int) -> Answer:
+    def ask(
+        self, known: Mapping[str, Version], patterns: Sequence[str], offset: int, patience: float = 0.0
+    ) -> Answer:
         """What has changed since the known versions of the job's files, and what was printed.
+
+        If that is nothing, the answer comes when something has changed, or after `patience` seconds.
 
         Files of an earlier pattern (see `matching`) are answered before those of a later one, and are at least as new,
         and so are the files of a folder before those in its subfolders: a checkpoint comes after the personal state and
@@ -193,6 +207,14 @@ class Machine:
         for digest in self._used:
             with contextlib.suppress(OSError):
                 os.utime(self._store / digest)
+        end = time.monotonic() + patience
+        while True:
+            answer = self._answer(known, patterns, offset)
+            if answer != Answer() or time.monotonic() >= end:
+                return answer
+            time.sleep(_PAUSE)
+
+    def _answer(self, known: Mapping[str, Version], patterns: Sequence[str], offset: int) -> Answer:
         status = self._status()  # before the files, so that none is missed
         listed = [pair for pattern in reversed(patterns) for pair in _versions(matching(self.folder, pattern))]
         found = dict(reversed(listed))

@@ -16,21 +16,20 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tepal.exchange.secret import own_secret
 from tepal.host.files import locked, new_log, replacing
 from tepal.host.request_files import ARRAYS, CRASHED, END, GONE, READY, REPLIES, REQUESTS
 from tepal.host.superlink import EndedRun, Listener, RunError
 from tepal.host.toml import Value, parse_run_config
 from tepal.tools.cluster.connection import Cluster, ClusterLost
+from tepal.tools.cluster.inputs import caches_for
 from tepal.tools.cluster.job import Job, JobFailed, Place, done
 from tepal.tools.paths import files_in, with_paths
 from tepal.tools.simulation.engine import Runner, RunStopped
 from tepal.tools.simulation.process_engine import ProcessEngine
-from tepal.tools.simulation.running import cache_in
 
 _CACHE, _WORKER = "clients", "worker"
 _FOLDER = "tepal-spread-"
-_PAUSE = 0.05  # least seconds between two questions on replies
+_PAUSE = 0.05  # seconds between two looks for a place that is ready
 _ABANDONED = 60.0  # seconds without a change after which a folder that nobody has locked is removed
 _GRACE = 5.0  # seconds until jobs have ended by themselves
 
@@ -72,14 +71,11 @@ class SpreadEngine(Runner):
         on_event: Listener | None = None,
         log: Path | None = None,
     ) -> EndedRun:
-        config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
+        config = parse_run_config(run_config)
         if (together := config.get("train-together", 1)) != 1:
             raise RunError(f"train-together={together} is for clients of one process: leave it out, or --spread")
         log = log or new_log("run")
-        caches = self.cache or cache_in(Path(str(config["runs"])))
-        with suppress(OSError):  # the clients then note it in the log
-            own_secret(caches / "secret", "", "")  # the same for a client on all machines
-        self._server.cache = caches
+        self._server.cache = caches = caches_for(self.cache, Path(str(config["runs"])))
         workers = _Workers(self._cluster, self._folder, self._count, on_event or (lambda _kind, _text: None))
         app = self._cluster.inputs.of_app(self.app)
         inputs = {path: self._cluster.inputs.of(path) for path in files_in(config)}
@@ -94,7 +90,8 @@ class SpreadEngine(Runner):
                 function="tepal.tools.cluster.spread:answer_there", arguments=arguments, inputs=(app, *inputs.values()),
                 folders={_CACHE: caches, _WORKER: folder}, files=(f"{_CACHE}/secret", f"{_WORKER}/{READY}"),
                 made=(f"{_WORKER}/{REPLIES}/*",),
-                fed=(f"{_WORKER}/{ARRAYS}/*", f"{_WORKER}/{REQUESTS}/*", f"{_WORKER}/{END}"), pause=_PAUSE,
+                fed=(f"{_WORKER}/{ARRAYS}/*", f"{_WORKER}/{REQUESTS}/*", f"{_WORKER}/{END}"),
+                answers={f"{_WORKER}/{REQUESTS}": f"{_WORKER}/{REPLIES}"},
             )  # fmt: skip
 
         try:

@@ -155,7 +155,7 @@ class Engine(Runner):
             written: Folder to which the files are moved that the ServerApp wrote in its current folder.
         """
         clock = Clock(on_event or (lambda _kind, _text: None), timeout)
-        config = parse_run_config(run_config) if not isinstance(run_config, Mapping) else dict(run_config)
+        config = parse_run_config(run_config)
         known = app_run_config(self.app)
         if unknown := sorted(set(config) - set(known)):
             allowed = ", ".join(sorted(known)) or "none"

@@ -294,6 +294,15 @@ def test_a_reply_stays_until_its_request_is_gone(tmp_path):
             time.sleep(0.001)
 
 
+def test_a_request_that_comes_again_after_its_reply_is_not_answered_again(tmp_path):
+    workers, asked = Workers(tmp_path, 1), []
+    with answering(tmp_path, 0, answer=asked.append):
+        workers.ask(0, "a")
+        (tmp_path / "0" / REQUESTS / f"{0:012d}").write_bytes(pickle.dumps("a"))
+        workers.ask(0, "b")
+    assert asked == ["a", "b"]
+
+
 def test_a_worker_ends_with_its_parent(tmp_path, monkeypatch):
     Workers(tmp_path, 1)
     parents = iter([5, 5, 5, 1])

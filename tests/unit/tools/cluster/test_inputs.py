@@ -1,12 +1,15 @@
 """Inputs of jobs: files, folders, the app and the code, each read once."""
 
+import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import tepal
 from tepal.tools.cluster import inputs as inputs_module
-from tepal.tools.cluster.inputs import Inputs
+from tepal.tools.cluster.inputs import Inputs, calls_of
 from tepal.tools.own_app import own_app
 
 
@@ -68,3 +71,21 @@ def test_an_app_is_sent_as_its_bundle_and_the_copy_is_removed():
         assert found.entry == "" and not any("__pycache__" in name for name in found.files)
         assert {"pyproject.toml", "client_app/app.py", "server_app/app.py"} <= set(found.files) and copy.is_dir()
     assert not copy.exists()
+
+
+@given(st.lists(st.integers(0, 11), max_size=8))
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_files_are_sent_in_as_few_calls_as_hold_them_in_order(tmp_path, monkeypatch, sizes):
+    monkeypatch.setattr(inputs_module, "_PART", 5)
+    files, expected = {}, []
+    for number, size in enumerate(sizes):
+        files[f"{number}"] = tmp_path / f"{number}"
+        files[f"{number}"].write_bytes(content := os.urandom(size))
+        expected += [(f"{number}", at, content[at : at + 5]) for at in range(0, max(size, 1), 5)]
+    calls, ended = zip(*calls_of(files), strict=True) if files else ([], [])
+    assert [part for call in calls for part in call] == expected
+    last = {name: number for number, call in enumerate(calls) for name, *_ in call}
+    assert [[name for name in files if last[name] == number] for number in range(len(calls))] == [*ended]
+    bytes_of = [sum(len(content) for *_, content in call) for call in calls]
+    assert all(calls) and max(bytes_of, default=0) <= 5
+    assert all(size + len(after[0][2]) > 5 for size, after in zip(bytes_of, calls[1:], strict=False))

@@ -10,11 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import tepal
 from tepal.tools.cluster import actors as actors_module
+from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster import job as job_module
 from tepal.tools.cluster import machine as machine_module
 from tepal.tools.cluster.connection import Cluster, ClusterLost, Resources
@@ -139,7 +138,7 @@ def nothing_left(tmp_path, digests):
 
 def test_a_job_gets_its_inputs_files_and_arguments_and_its_value_comes_back(cluster, tmp_path, monkeypatch, code):
     ray, told = fake(monkeypatch), []
-    monkeypatch.setattr(job_module, "_PART", 4)
+    monkeypatch.setattr(inputs_module, "_PART", 4)
     (tmp_path / "data").write_bytes(b"0123456789")
     files = {"data": tmp_path / "data"}
     data = Input(digest_of(files), files, "the data", "data")
@@ -169,22 +168,6 @@ def test_a_job_gets_its_inputs_files_and_arguments_and_its_value_comes_back(clus
     assert actor.calls[-1] == "renew" and Path(value["at"]).exists()
     cluster.actors.close()
     assert actor.calls[-2:] == ["stop", "kill"] and nothing_left(tmp_path, [code.digest, data.digest])
-
-
-@given(st.lists(st.integers(0, 11), max_size=8))
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_files_of_an_input_are_sent_in_as_few_calls_as_hold_them_in_order(tmp_path, monkeypatch, sizes):
-    monkeypatch.setattr(job_module, "_PART", 5)
-    files, expected = {}, []
-    for number, size in enumerate(sizes):
-        files[f"{number}"] = tmp_path / f"{number}"
-        files[f"{number}"].write_bytes(content := os.urandom(size))
-        expected += [(f"{number}", at, content[at : at + 5]) for at in range(0, max(size, 1), 5)]
-    calls = list(job_module._calls(files))
-    assert [part for call in calls for part in call] == expected
-    bytes_of = [sum(len(content) for *_, content in call) for call in calls]
-    assert all(calls) and max(bytes_of, default=0) <= 5
-    assert all(size + len(after[0][2]) > 5 for size, after in zip(bytes_of, calls[1:], strict=False))
 
 
 @pytest.mark.parametrize(
@@ -408,8 +391,8 @@ def echo(tmp_path):
     here = tmp_path / "trial"
     for name in ("asked", "said"):
         (here / name).mkdir(parents=True)
-    fed = ("trial/asked/*", "trial/end")
-    return here, Job("jobs:echoes", lambda _: {}, folders={"trial": here}, made=("trial/said/*",), fed=fed, pause=0.01)
+    files = {"made": ("trial/said/*",), "fed": ("trial/asked/*", "trial/end"), "answers": {"trial/asked": "trial/said"}}
+    return here, Job("jobs:echoes", lambda _: {}, folders={"trial": here}, pause=0.01, **files)
 
 
 def test_files_are_sent_whole_as_they_appear_and_removed_as_they_are_removed(cluster, tmp_path, monkeypatch):
@@ -429,13 +412,13 @@ def test_files_are_sent_whole_as_they_appear_and_removed_as_they_are_removed(clu
             there.append(sorted(os.listdir(actor.made.folder / "trial" / "asked")))
             (here / "end").touch()
 
-    monkeypatch.setattr(job_module, "_PART", 4)
+    monkeypatch.setattr(inputs_module, "_PART", 4)
     (here / "asked" / "1").write_text("a long one")
     (here / "asked" / ".writing-3").write_text("torn")
     (here / "said" / "0").write_text("not sent")
     ray = fake(monkeypatch, fate)
     assert done(cluster, job, lambda *_: None) == ["2"] and there[0] == ["2"]
-    assert ray.actors[0].calls.count("place_file") == 3 and ray.actors[0].calls.count("remove_files") == 1
+    assert ray.actors[0].calls.count("feed") == 3 + 1 + 1, "three parts; the removal with the next file; the end"
     assert sorted(path.name for path in here.rglob("*") if path.is_file()) == [".writing-3", "0", "2", "2", "end"]
 
 
@@ -454,7 +437,7 @@ def test_another_machine_is_sent_what_is_here_by_then(cluster, tmp_path, monkeyp
     (here / "asked" / "1").write_text("one")
     ray = fake(monkeypatch, fate)
     assert done(cluster, job, lambda *_: None) == ["1"]
-    assert [actor.calls.count("place_file") for actor in ray.actors] == [1, 2]
+    assert [actor.calls.count("feed") for actor in ray.actors] == [1, 2]
     assert (here / "said" / "1").read_text() == "ONE"
 
 

@@ -92,35 +92,35 @@ def test_parts_in_any_order_repeated_and_late(temporary):
 def test_a_file_has_its_name_once_it_is_whole_and_a_late_part_does_not_harm_it(temporary):
     one = Machine()
     for _ in range(2):  # all calls are repeated
-        one.write_file("a/.writing-b", 0, b"0123")
-        one.write_file("a/.writing-b", 4, b"45")
-        one.place_file("a/b", "a/.writing-b")
-    assert (one.folder / "a/b").read_bytes() == b"012345"
-    one.write_file("a/.writing-b", 4, b"45")
-    one.place_file("a/b", "a/.writing-b")
+        one.feed([("a/b", 0, b"0123"), ("c", 0, b"")], ["c"], [])
+        assert (one.folder / "c").read_bytes() == b"" and not list(one.folder.glob("c/*"))
+        one.feed([("a/b", 4, b"45")], ["a/b"], [])
+        assert (one.folder / "a/b").read_bytes() == b"012345"
+    one.feed([("a/b", 4, b"45")], [], [])
+    one.feed([], ["a/b"], [])
     assert (one.folder / "a/b").read_bytes() == b"012345"
     for _ in range(2):
-        one.remove_files(["a/b", "a/none"])
+        one.feed([], [], ["a/b", "a/none"])
         assert not (one.folder / "a/b").exists()
     with pytest.raises(FileNotFoundError):
-        one.place_file("a/b", "a/none")
+        one.feed([], ["a/none"], [])
 
 
 def test_a_file_gets_its_name_in_two_calls_at_the_same_time(temporary, monkeypatch):
     """The second one finds the name missing, and then also the file that the first one has renamed."""
     one = Machine()
-    one.write_file("a/.writing-b", 0, b"01")
+    one.feed([("a/b", 0, b"01")], [], [])
     exists, looked = Path.exists, []
 
     def at_first_missing(path):
         looked.append(path)
         if len(looked) == 1:
-            one.place_file("a/b", "a/.writing-b")
+            one.feed([], ["a/b"], [])
             return False
         return exists(path)
 
     monkeypatch.setattr(Path, "exists", at_first_missing)
-    one.place_file("a/b", "a/.writing-b")
+    one.feed([], ["a/b"], [])
     assert (one.folder / "a/b").read_bytes() == b"01"
 
 
@@ -300,6 +300,22 @@ def test_the_version_of_a_file_that_was_sent_is_the_one_that_is_known(temporary)
     one = Machine()
     known = {"runs/x": one.write_file("runs/x", 0, b"sent")}
     assert one.ask(known, ["runs/*"], 0).changed == {}
+
+
+def test_an_answer_waits_for_a_change_and_no_longer_than_it_may(worker):
+    one, of = worker
+    one.begin(of, 1)
+    begun(one)
+    known = {name: version for name, (version, _) in one.ask({}, ["*"], 0).changed.items()}
+    offset = len(one.ask({}, ["none"], 0).printed)
+    before = time.monotonic()
+    assert one.ask(known, ["later/*"], offset, 0.2) == one.ask(known, ["later/*"], offset)
+    late = threading.Timer(0.1, leave, [one.folder, {"later/x": b"1"}])
+    late.start()
+    answer = one.ask({}, ["later/*"], offset, 60)
+    assert {name: content for name, (_, content) in answer.changed.items()} == {"later/x": b"1"}
+    assert time.monotonic() - before < 30
+    late.join()
 
 
 def test_an_answer_has_the_files_in_order_and_no_more_than_its_size(temporary, monkeypatch):
