@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from flwr.app import Array
 
-from tepal.exchange.encodings import AUTO, FEW_BITS, PLAIN, Encoding, EncodingError, Wire
+from tepal.exchange.encodings import AUTO, FOR_DIFFERENCES, PLAIN, Encoding, EncodingError, Wire
 from tepal.exchange.initial import InitialParts
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.manifest import Parcel
@@ -250,7 +250,7 @@ class Packer:
         if base and not all(np.isfinite(array).all() for array in sums.values() if array.dtype.kind == "f"):
             raise EncodingError("a difference is not finite, and would not become so")
         part = wanted.part(digests_of(sums))
-        fine = part.id == base or (not wire.top_k and wire.dtype not in FEW_BITS)
+        fine = part.id == base or (not wire.top_k and wire.dtype not in FOR_DIFFERENCES)
         references.sent(part, own.id, sums, fine=fine)
         self._differences[key] = part, data
         while len(self._differences) > 1 and sum(len(one.data) for _, one in self._differences.values()) > _MOST_PACKED:

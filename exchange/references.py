@@ -187,7 +187,7 @@ class References:
         known = self._found.get(slot)
         if known is not None and self.find(slot) is None:
             known = None
-        since = known.since if known and known.target == target else self._round
+        since = known.since if known and known.target == target else max(self._round, 1)  # initial values: round 1's
         fine = fine or (known is not None and known.target == target and known.fine)
         about = f"{part.id}-{target}-{since}" + "-fine" * fine
         path = self._folder / f"{file_name(slot[0])}.{file_name(slot[1])}@{about}{SUFFIX}"

@@ -13,21 +13,24 @@ import numpy as np
 from tepal.exchange.encodings.codec import Codec
 from tepal.exchange.encodings.dense import BFloat16, Float16, Float32, Int8
 from tepal.exchange.encodings.few_bits import Int4, Sign, Ternary
+from tepal.exchange.encodings.low_rank import LowRank
 from tepal.exchange.encodings.sparse import TopK
 from tepal.exchange.encodings.steps import FIXED, Steps
 from tepal.exchange.layout import dtype_name, is_buffer
 
 CODECS: Mapping[str, Codec] = {
     "float32": Float32(), "float16": Float16(), "bfloat16": BFloat16(), "int8": Int8(), "int4": Int4(),
-    "ternary": Ternary(), "sign": Sign(),
+    "ternary": Ternary(), "sign": Sign(), "rank1": LowRank(1), "rank2": LowRank(2), "rank4": LowRank(4),
+    "rank8": LowRank(8),
 }  # fmt: skip
 AUTO = "auto"
 """In place of a dtype: as many values and bits as a share of the squared norm demands that may be left out."""
 DTYPES = (*CODECS, AUTO)
-FEW_BITS = ("int4", "ternary", "sign", AUTO)
+RANKS = tuple(name for name, codec in CODECS.items() if isinstance(codec, LowRank))
+FOR_DIFFERENCES = ("int4", "ternary", "sign", *RANKS, AUTO)
 """Those of them that are for differences."""
 _OF_FEEDBACK, _MOST_LEFT_OUT = 1 / 8, 0.999  # see `Wire.averaged`
-_LOSSY = ("int8", *FEW_BITS)  # whose error is worth keeping
+_LOSSY = ("int8", *FOR_DIFFERENCES)  # whose error is worth keeping
 WHOLES = ("float32", "float16", "bfloat16", "int8", "int4")
 """Those that a part may have which is sent to a client with nothing to take a difference from."""
 
@@ -37,7 +40,7 @@ class Wire:
     """The encoding of matrices in one direction.
 
     Args:
-        dtype: one of DTYPES; those of FEW_BITS for differences alone.
+        dtype: one of DTYPES; those of FOR_DIFFERENCES for differences alone.
         top_k: share of all matrices' values together that are sent, the largest; 0: all.
         differences: send differences from values that the receiver has.
         feedback: clients keep what is left out, and add it to their next upload.
@@ -64,6 +67,8 @@ class Wire:
             raise ValueError(f"top_k is {self.top_k}; it must be between 0 and 1, or 0 for all values")
         if self.top_k and self.dtype == AUTO:
             raise ValueError(f"top_k is {self.top_k}; with {AUTO} it must be 0, since {AUTO} chooses how many are sent")
+        if self.top_k and self.dtype in RANKS:
+            raise ValueError(f"top_k is {self.top_k}; with {self.dtype} it must be 0, since it sends whole matrices")
         if not 0 <= self.left_out < 1:
             raise ValueError(f"left_out is {self.left_out}; it must be at least 0 and less than 1")
         if not self.bits >= 0:
@@ -169,8 +174,8 @@ class Encoding:
     """The encodings of a run.
 
     Args:
-        down: dtype of matrices (in AUTO, of vectors as well) in downloads, one of DTYPES. With one of FEW_BITS, or with
-            `top_k_down`, what is sent down is the difference from what the client has.
+        down: dtype of matrices (in AUTO, of vectors as well) in downloads, one of DTYPES. With one of FOR_DIFFERENCES,
+            or with `top_k_down`, what is sent down is the difference from what the client has.
         up: dtype of matrices' differences in uploads, one of DTYPES.
         top_k: share of the matrices' differences, the largest of all, that are uploaded; 0: all.
         error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload; not
@@ -179,7 +184,7 @@ class Encoding:
         top_k_down: share of the matrices' differences, the largest of a block, that are sent down; 0: all.
         whole: with differences down, dtype of matrices for a client that has nothing to take a difference from, and of
             the last differences, to the run's result; one of WHOLES. "same": `down`, or int8 if that is
-            one of FEW_BITS; int4 if that is AUTO.
+            one of FOR_DIFFERENCES; int4 if that is AUTO.
         reference_megabytes: limit on the server's disk for what clients have, from which differences are sent down; at
             least twice what one client is sent.
         left_out: share of the squared norm of matrices' differences that AUTO leaves out.
@@ -219,7 +224,7 @@ class Encoding:
     @property
     def differences_down(self) -> bool:
         """Whether clients are sent differences from what they have."""
-        return self.down in FEW_BITS or self.top_k_down > 0
+        return self.down in FOR_DIFFERENCES or self.top_k_down > 0
 
     @property
     def download(self) -> Wire:
@@ -232,7 +237,7 @@ class Encoding:
         """Of what is sent down to a client that has nothing to take a difference from."""
         if not self.differences_down:
             return self.download
-        same = "int4" if self.down == AUTO else "int8" if self.down in FEW_BITS else self.down
+        same = "int4" if self.down == AUTO else "int8" if self.down in FOR_DIFFERENCES else self.down
         return Wire(self.whole if self.whole != "same" else same)
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from tepal import models
-from tepal.exchange.encodings import AUTO
+from tepal.exchange.encodings import AUTO, RANKS
 from tepal.models.weights import misspelt
 from tepal.server_app.config.ending import ending_problems, ending_warnings, scoring_problems
 from tepal.server_app.config.run_config import RunConfig, defaults
@@ -116,9 +116,10 @@ def contradictions(config: RunConfig) -> list[str]:
 def _wire_problems(config: RunConfig) -> Iterator[str]:
     wire = config.wire
     for way, dtype, top_k in (("down", wire.down, wire.top_k_down), ("up", wire.up, wire.top_k)):
-        if dtype == AUTO and top_k:
+        if dtype in (*RANKS, AUTO) and top_k:
             key = "wire-top-k-down" if way == "down" else "wire-top-k"
-            yield f"{key}={top_k:g}, and wire-dtype-{way} is {AUTO!r}, which chooses how much is sent: set {key}=0"
+            does = "chooses how much is sent" if dtype == AUTO else "sends whole matrices"
+            yield f"{key}={top_k:g}, and wire-dtype-{way} is {dtype!r}, which {does}: set {key}=0"
     if wire.budget and AUTO not in (wire.down, wire.up):
         yield f"wire-budget={wire.budget!r} applies to {AUTO!r} only: set wire-dtype={AUTO!r}"
 

@@ -7,19 +7,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ByteSize, Field, TypeAdapter, ValidationError, field_validator
 
-from tepal.exchange.encodings import AUTO, Encoding
+from tepal.exchange.encodings import AUTO, DTYPES, WHOLES, Encoding
 from tepal.models.initial import patterns_of, sources_of
 from tepal.strategies import STRATEGIES
 from tepal.training.config import keys
 
 if TYPE_CHECKING:
     StrategyName = str
+    _Dtype = str
+    _DtypeOrSame = str
+    _Whole = str
 else:
     StrategyName = Literal[tuple(STRATEGIES)]
+    _Dtype = Literal[DTYPES]
+    _DtypeOrSame = Literal[("same", *DTYPES)]
+    _Whole = Literal[("same", *WHOLES)]
 
-WireDtype = Literal["float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign", "auto"]
-_Whole = Literal["same", "float32", "float16", "bfloat16", "int8", "int4"]
-_OrSame = Literal["same", "float32", "float16", "bfloat16", "int8", "int4", "ternary", "sign", "auto"]
 _BYTES = TypeAdapter(ByteSize)
 
 
@@ -167,16 +170,16 @@ class EncodingConfig(BaseModel):
 
     model_config = keys("wire-")
 
-    dtype: WireDtype = Field(
+    dtype: _Dtype = Field(
         "float32",
         description="dtype of matrices when sent, with auto of vectors, too; counters keep theirs (docs/encodings.md)",
     )
-    dtype_down: _OrSame = Field(
+    dtype_down: _DtypeOrSame = Field(
         "same",
-        description="dtype of what is sent to clients, or with int4, ternary, sign and auto of its changes; same: "
-        "wire-dtype",
+        description="dtype of what is sent to clients, or of its changes with int4, ternary, sign, ranks and auto; "
+        "same: wire-dtype",
     )
-    dtype_up: _OrSame = Field("same", description="dtype of changes sent by clients; same: wire-dtype")
+    dtype_up: _DtypeOrSame = Field("same", description="dtype of changes sent by clients; same: wire-dtype")
     top_k: float = Field(
         0.0, ge=0, lt=1, description="share of all matrices' changes that clients send, the largest ones; 0: all"
     )
@@ -186,8 +189,8 @@ class EncodingConfig(BaseModel):
     dtype_whole: _Whole = Field(
         "same",
         description="where changes are sent to clients: dtype of matrices for a client that has none yet, and of the "
-        "changes to the result; same: wire-dtype-down, or int8 in place of int4, ternary, sign, and int4 in place of "
-        "auto",
+        "changes to the result; same: wire-dtype-down, or int8 in place of int4, ternary, sign and ranks, and int4 in "
+        "place of auto",
     )
     reference_megabytes: float = Field(
         8000.0, gt=0, description="most that the server keeps on disk of what clients have, to send them changes"

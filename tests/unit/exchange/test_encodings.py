@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tepal.exchange.encodings import CODECS, DTYPES, FIXED, PLAIN, Encoding, EncodingError, Steps, TopK, Wire
+from tepal.exchange.encodings import CODECS, DTYPES, FIXED, PLAIN, RANKS, Encoding, EncodingError, Steps, TopK, Wire
 from tepal.exchange.encodings.steps import Kept
 from tepal.exchange.parts import pack, pieces_of, shapes_of, unpack, unpacked
 
@@ -165,6 +165,93 @@ def test_bytes_that_stand_for_no_values_are_refused(dtype, byte):
     written[-1] = byte
     with pytest.raises(ValueError, match="do not stand for"):
         CODECS[dtype].read(memoryview(written), (2, 10))
+
+
+def with_values(singular, rows, others, seed=0):
+    """A matrix with these singular values."""
+    rng = np.random.default_rng(seed)
+    left, right = (np.linalg.qr(rng.normal(size=(side, len(singular))))[0] for side in (rows, others))
+    return (left * singular @ right.T).astype(np.float32)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 8])
+def test_a_matrix_of_a_low_rank_is_its_product_but_for_rounding(rank):
+    values = with_values(np.arange(rank, 0, -1.0), 60, 90)
+    read = there_and_back(CODECS[f"rank{rank}"], values.reshape(60, 9, 10)).reshape(60, 90)
+    assert np.linalg.norm(read - values) < 0.02 * np.linalg.norm(values)
+    assert np.linalg.matrix_rank(read, tol=1e-4) <= rank
+
+
+@pytest.mark.parametrize("dtype", RANKS)
+@pytest.mark.parametrize("decay", [0.5, 1.0, 2.0])
+def test_of_other_matrices_nearly_the_best_of_this_rank_is_sent(dtype, decay):
+    """Eckart and Young: nothing of rank r leaves out less than the squares of the other singular values."""
+    rank = int(dtype.removeprefix("rank"))
+    singular = np.arange(1, 81.0) ** -decay
+    values = with_values(singular, 80, 300)
+    left = np.square(there_and_back(CODECS[dtype], values).astype(float) - values).sum()
+    squares = np.square(singular)
+    assert squares[rank:].sum() * (1 - 1e-5) <= left <= squares[rank:].sum() + 0.03 * squares.sum()
+
+
+@pytest.mark.parametrize("dtype", RANKS)
+@given(values=SMALL, heavy=st.booleans())
+@example(values=np.zeros((9, 7), np.float32), heavy=False)
+@example(values=np.full((20, 30), 1e-45, np.float32), heavy=False)
+@example(values=np.eye(60, dtype=np.float32), heavy=False)
+def test_of_a_product_less_is_left_out_than_there_was(dtype, values, heavy):
+    values = values**3 if heavy else values
+    left = np.square(values.astype(float) - there_and_back(CODECS[dtype], values)).sum()
+    assert left <= np.square(values.astype(float)).sum() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", RANKS)
+@pytest.mark.parametrize("shape", [(10, 128), (64, 32, 3, 3), (300, 1), (1, 300), (3, 3), (0, 5), (5, 0), (2, 400)])
+def test_a_product_is_sent_where_it_has_fewer_bytes_than_int8(dtype, shape):
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    rows, others = shape[0], math.prod(shape[1:])
+    rank = min(int(dtype.removeprefix("rank")), rows, others)
+    product, otherwise = rank * (rows + others + 8), CODECS["int8"].write(values, None)
+    written = CODECS[dtype].write(values, None)
+    if rank and product < len(otherwise):
+        assert len(written) == product
+    else:
+        assert written == otherwise
+    there_and_back(CODECS[dtype], values)
+
+
+@pytest.mark.parametrize("dtype", RANKS)
+@pytest.mark.parametrize("size", [1e-38, 1e-20, 1e20, 3.4e38])
+def test_a_product_of_very_small_and_very_large_values(dtype, size):
+    values = with_values(np.arange(1, 41.0) ** -2, 40, 50)
+    values = (values.astype(float) * (size / float(np.abs(values).max()))).astype(np.float32)
+    read = there_and_back(CODECS[dtype], values)
+    assert np.isfinite(read).all()
+    scaled, came = values / np.float64(size), read / np.float64(size)
+    assert np.square(came - scaled).sum() < 0.2 * np.square(scaled).sum()
+
+
+@pytest.mark.parametrize("dtype", RANKS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_product_passes_on_that_a_matrix_is_not_finite(dtype, value):
+    values = np.ones((40, 50), np.float32)
+    values[3, 4] = value
+    assert np.isnan(there_and_back(CODECS[dtype], values)).all()
+
+
+def test_a_product_is_read_to_the_same_bits_whatever_multiplies_matrices():
+    """Both sides have digests of what they read, on machines with other libraries: one value at a time, in float32."""
+    values = with_values(np.ones(4), 30, 40)
+    written = CODECS["rank4"].write(values, None)
+    read = CODECS["rank4"].read(memoryview(written), values.shape)
+    scales, whole = np.frombuffer(written[:32], "<f4"), np.frombuffer(written[32:], np.int8)
+    left, right = whole[:120].reshape(4, 30), whole[120:].reshape(4, 40)
+    for row in range(30):
+        for other in range(40):
+            total = np.float32(0)
+            for k in range(4):
+                total += (np.float32(left[k, row]) * scales[k]) * (np.float32(right[k, other]) * scales[4 + k])
+            assert read[row, other] == total
 
 
 def largest(flat, share):
@@ -515,6 +602,7 @@ def test_how_long_what_is_written_is():
     assert lengths == {
         "float32": 4 * size, "float16": 2 * size, "bfloat16": 2 * size, "int8": size + 4 * 768,
         "int4": size / 2 + 4 * 768, "ternary": math.ceil(size / 5) + 4 * 768, "sign": size / 8 + 4 * 768,
+        **{f"rank{rank}": rank * (768 + 3072 + 8) for rank in (1, 2, 4, 8)},
     }  # fmt: skip
     for share in (0.3, 0.1, 0.05, 0.02, 0.01):
         packed = pack(values, ["w"], wire := Wire(top_k=share))
@@ -579,8 +667,9 @@ def test_another_length_is_refused(change):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign, auto"),
+        ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign, rank1, rank2, "),
         ({"up": "auto", "top_k": 0.1}, "with auto it must be 0"),
+        ({"down": "rank2", "top_k_down": 0.1}, "with rank2 it must be 0, since it sends whole matrices"),
         ({"budget": 10, "down": "sign"}, "budget is 10; it must be 0, or a number of bytes with down or up 'auto'"),
         ({"budget": -1, "up": "auto"}, "budget is -1"),
         ({"budget": math.nan, "up": "auto"}, "budget is nan"),
@@ -600,13 +689,13 @@ def test_what_an_encoding_asks_of_clients():
     assert Encoding().upload is PLAIN and str(Encoding()) == "none"
     assert Encoding(up="bfloat16").upload == Wire("bfloat16", differences=True), "no error that is worth keeping"
     assert Encoding(down="bfloat16").upload == Wire(differences=True)
-    for dtype in ("int4", "ternary", "sign"):
+    for dtype in ("int4", "ternary", "sign", *RANKS):
         assert Encoding(up=dtype).upload == Wire(dtype, differences=True, feedback=True)
         fed, alone = Encoding(up=dtype).upload, Encoding(up=dtype, error_feedback=False).upload
-        assert [wire.random(1) is not None for wire in (fed, alone)] == [False, dtype != "sign"]
+        assert [wire.random(1) is not None for wire in (fed, alone)] == [False, dtype in ("int4", "ternary")]
     assert Encoding(up="int8", seed=3).upload == Wire("int8", differences=True, feedback=True, seed=3)
     assert Encoding(top_k=0.01, error_feedback=False).upload == Wire(top_k=0.01, differences=True)
-    for fewer in (Encoding("sign"), Encoding("int8", top_k_down=0.1)):
+    for fewer in (Encoding("sign"), Encoding("rank2"), Encoding("int8", top_k_down=0.1)):
         assert fewer.differences_down and fewer.download.differences and fewer.download_whole == Wire("int8")
         assert fewer.upload == Wire(differences=True)
     assert not Encoding("int8").differences_down and Encoding("int8").download_whole == Wire("int8")

@@ -488,7 +488,7 @@ def test_of_two_files_of_one_reference_none_stays(tmp_path):
     folder = tmp_path / "r"
     enter(References(folder, 1.0), 0, of=1)
     (path,) = folder.iterdir()
-    shutil.copy(path, path.with_name(path.name.replace("-0.s", "-7.s")))
+    shutil.copy(path, path.with_name(path.name.replace("-1.s", "-7.s")))
     References(folder, 1.0).remove()
     assert not folder.exists()
 

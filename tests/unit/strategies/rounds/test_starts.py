@@ -118,7 +118,10 @@ def test_a_late_joiner_is_sent_what_differs_from_the_start():
     ids=["sign", "ternary", "int4", "top-k", "auto", "budget"],
 )  # fmt: skip
 def test_a_newcomer_has_what_changed_as_exactly_as_a_whole_model(wire):
-    """Each client takes part in one round only, so that nothing that a message leaves out can come later."""
+    """Each client takes part in one round only, so that nothing that a message leaves out can come later.
+
+    The one of the second round lacks the changes of one round, as any client does then.
+    """
 
     def run(encoding):
         seen = {}

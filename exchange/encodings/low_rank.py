@@ -1,0 +1,99 @@
+"""Matrices as the product of two thin ones."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tepal.exchange.encodings.codec import bytes_of, chunks, read_scales, rows_of
+from tepal.exchange.encodings.dense import Int8, in_steps
+
+_MORE = 8  # directions that are looked at beyond those that are kept
+_SMALLEST, _LARGEST = 1e-30, float(np.finfo(np.float32).max)
+_OTHERWISE = Int8()
+
+
+class LowRank:
+    """P Qᵀ of a given rank r, for matrices of m rows (first axis) and n other values, with P (m, r) and Q (n, r).
+
+    As in PowerSGD (Vogels et al. 2019, arXiv:1905.13727, algorithm 1) the columns of P are directions of the rows that
+    hold most of the squared norm, and Q is what the matrix has in these directions. PowerSGD begins with the Q of its
+    last step and does one power iteration. Here nothing is kept from one message to the next: it begins with r + 8
+    random directions, the same ones each time, does one more iteration, and keeps the best r of the r + 8 (Halko et al.
+    2011, arXiv:0909.4061). P and Q are rounded to `int8`, and Q belongs to the rounded P, so that what is left out is
+    less than the matrix itself (a contraction).
+
+    Bytes: float32 scales of the columns of P, and of Q (r each); integers of P and of Q, a column after the other. A
+    matrix for which this is no less than `int8` is in `int8`; so it is with one row.
+    """
+
+    width = 1
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
+        rank = self._rank(values.shape)
+        if not rank:
+            return _OTHERWISE.write(values, None)
+        rows = np.ascontiguousarray(rows_of(values), np.float32)
+        largest = float(np.abs(rows).max())
+        if not math.isfinite(largest):
+            return b"".join([bytes_of(np.full(2 * rank, np.nan, "<f4")), bytes(rank * sum(rows.shape))])
+        # Everything is computed for the matrix divided by its largest value, without a copy of it.
+        unit = np.float32(1 / max(largest, _SMALLEST))
+        scales, left = in_steps(_directions(rows, unit, rank).T.astype(np.float32), 127, None)
+        columns = left * scales[:, None]
+        right = np.linalg.solve(columns @ columns.T.astype(np.float64), (columns * unit) @ rows)
+        found, whole = in_steps(right.astype(np.float32), 127, None)
+        scales = np.concatenate([scales, np.minimum(found / np.float64(unit), _LARGEST / 127)])
+        return b"".join(map(bytes_of, (scales.astype("<f4"), left, whole)))
+
+    def length(self, shape: tuple[int, ...], data: memoryview) -> int:
+        rank = self._rank(shape)
+        return _bytes(rank, *_sides(shape)) if rank else _OTHERWISE.length(shape, data)
+
+    def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
+        rank, (rows, others) = self._rank(shape), _sides(shape)
+        if not rank:
+            return _OTHERWISE.read(data, shape)
+        scales, packed = read_scales(data, (2 * rank,))
+        whole = packed.view(np.int8)
+        left = whole[: rank * rows].reshape(rank, rows)
+        right = whole[rank * rows :].reshape(rank, others)
+        values = np.empty((rows, others), np.float32)
+        with np.errstate(all="ignore"):  # the scales come from the other side
+            columns, across = left * scales[:rank, None], right * scales[rank:, None]
+            # Value by value and not as a product of matrices, whose last bits differ from machine to machine.
+            for part in chunks(rows, others):
+                np.multiply(columns[0, part, None], across[0], out=values[part])
+                for number in range(1, rank):
+                    values[part] += columns[number, part, None] * across[number]
+                np.clip(values[part], -_LARGEST, _LARGEST, out=values[part])  # NaN stays
+        return values.reshape(shape)
+
+    def _rank(self, shape: tuple[int, ...]) -> int:
+        """The rank of a matrix's product; 0: it is not sent as one."""
+        sides = _sides(shape)
+        rank = min(self.rank, *sides)
+        return rank if _bytes(rank, *sides) < _OTHERWISE.length(shape, memoryview(b"")) else 0
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+def _bytes(rank: int, rows: int, others: int) -> int:
+    return rank * (2 * 4 + rows + others)
+
+
+def _directions(rows: np.ndarray, unit: np.float32, rank: int) -> np.ndarray:
+    """Orthonormal columns (m, rank) in whose directions the rows (m, n), times `unit`, have most of their norm."""
+    start = np.random.default_rng(0).standard_normal((rows.shape[1], min(rank + _MORE, *rows.shape)), np.float32)
+    found, _ = np.linalg.qr(rows @ (start * unit))
+    found, _ = np.linalg.qr(rows @ (rows.T @ (found * unit) * unit))
+    held = (found * unit).T @ rows
+    _, turns = np.linalg.eigh(held @ held.T.astype(np.float64))
+    directions: np.ndarray = found @ turns[:, : -rank - 1 : -1]
+    return directions
