@@ -1,6 +1,6 @@
 """Encodings of values in messages, unchanged or in fewer bytes.
 
-Matrices (floating-point entries with two axes or more) may be encoded, in `auto` vectors as well. Counters and all
+Matrices (floating-point entries with two axes or more) may be encoded, in `auto` and ranks vectors as well. Counters and all
 others are never encoded, nor BatchNorm's statistics: a variance must not become negative.
 
     float32     unchanged

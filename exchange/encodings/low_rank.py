@@ -25,7 +25,8 @@ class LowRank:
     less than the matrix itself (a contraction).
 
     Bytes: float32 scales of the columns of P, and of Q (r each); integers of P and of Q, a column after the other. A
-    matrix for which this is no less than `int8` is in `int8`; so it is with one row.
+    matrix for which this is no less than `int8` is in `int8`, such as one with one row. A vector is a matrix with one
+    column, of rank 1: it has one scale, and an integer for each value.
     """
 
     width = 1

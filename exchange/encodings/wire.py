@@ -29,6 +29,7 @@ DTYPES = (*CODECS, AUTO)
 RANKS = tuple(name for name, codec in CODECS.items() if isinstance(codec, LowRank))
 FOR_DIFFERENCES = ("int4", "ternary", "sign", *RANKS, AUTO)
 """Those of them that are for differences."""
+_OF_VECTORS = (*RANKS, AUTO)  # in which vectors are encoded, too: else they would be half of what a small model sends
 _OF_FEEDBACK, _MOST_LEFT_OUT = 1 / 8, 0.999  # see `Wire.averaged`
 _LOSSY = ("int8", *FOR_DIFFERENCES)  # whose error is worth keeping
 WHOLES = ("float32", "float16", "bfloat16", "int8", "int4")
@@ -88,11 +89,12 @@ class Wire:
     def codec_of(self, name: str, dtype: str, shape: tuple[int, ...]) -> Codec | None:
         """The codec of an entry; None if it is not encoded.
 
-        Encoded are matrices of float32 and float64; in AUTO also vectors of them, but not BatchNorm's statistics.
+        Encoded are matrices of float32 and float64; in AUTO and RANKS also vectors of them, but not BatchNorm's
+        statistics.
         """
         if self.plain or not shape or dtype not in ("float32", "float64"):
             return None
-        if len(shape) < 2 and (self.dtype != AUTO or is_buffer(name)):
+        if len(shape) < 2 and (self.dtype not in _OF_VECTORS or is_buffer(name)):
             return None
         return self._codec
 
@@ -174,7 +176,7 @@ class Encoding:
     """The encodings of a run.
 
     Args:
-        down: dtype of matrices (in AUTO, of vectors as well) in downloads, one of DTYPES. With one of FOR_DIFFERENCES,
+        down: dtype of matrices (in AUTO and RANKS, of vectors as well) in downloads, one of DTYPES. With one of FOR_DIFFERENCES,
             or with `top_k_down`, what is sent down is the difference from what the client has.
         up: dtype of matrices' differences in uploads, one of DTYPES.
         top_k: share of the matrices' differences, the largest of all, that are uploaded; 0: all.

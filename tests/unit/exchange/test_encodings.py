@@ -206,7 +206,7 @@ def test_of_a_product_less_is_left_out_than_there_was(dtype, values, heavy):
 
 
 @pytest.mark.parametrize("dtype", RANKS)
-@pytest.mark.parametrize("shape", [(10, 128), (64, 32, 3, 3), (300, 1), (1, 300), (3, 3), (0, 5), (5, 0), (2, 400)])
+@pytest.mark.parametrize("shape", [(10, 128), (64, 32, 3, 3), (300, 1), (1, 300), (3, 3), (0, 5), (5, 0), (2, 400), (90,)])
 def test_a_product_is_sent_where_it_has_fewer_bytes_than_int8(dtype, shape):
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     rows, others = shape[0], math.prod(shape[1:])
@@ -620,7 +620,7 @@ def test_how_long_what_is_written_is():
 
 
 @pytest.mark.parametrize("wire", [PLAIN, *(Wire(dtype) for dtype in CODECS if dtype != "float32"), *OF_ALL])
-def test_only_matrices_and_in_auto_vectors_of_float32_and_float64_are_encoded(wire):
+def test_only_matrices_and_in_auto_and_ranks_vectors_of_float32_and_float64_are_encoded(wire):
     rng = np.random.default_rng(0)
     values = {
         "flag": np.array([True]), "bytes": np.arange(3, dtype=np.uint8), "count": np.array(3),
@@ -634,7 +634,7 @@ def test_only_matrices_and_in_auto_vectors_of_float32_and_float64_are_encoded(wi
     assert {name: (a.dtype, a.shape) for name, a in found.items()} == {n: (a.dtype, a.shape) for n, a in values.items()}
     for name, array in found.items():
         assert not array.flags.writeable
-        if name == "bias" and wire.dtype == "auto":
+        if name == "bias" and wire.dtype in ("auto", *RANKS):
             assert array.tobytes() != values[name].tobytes()
         elif name in ("w", "other") and wire in OF_ALL:
             assert array.any() and not array.all()
