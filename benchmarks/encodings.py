@@ -64,6 +64,7 @@ ENCODINGS = {
     "sign both ways": Encoding("sign", "sign"),
     "top 10 % in signs both ways": Encoding("sign", "sign", 0.1, top_k_down=0.1),
     "the same with the first in int4": Encoding("sign", "sign", 0.1, top_k_down=0.1, whole="int4"),
+    "rank 4 both ways": Encoding("rank4", "rank4"),
     "auto both ways": Encoding("auto", "auto"),
     "top 10 % up": Encoding(top_k=0.1),
     "top 10 % in signs up": Encoding(up="sign", top_k=0.1),

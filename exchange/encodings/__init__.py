@@ -1,7 +1,7 @@
 """Encodings of values in messages, unchanged or in fewer bytes.
 
-Matrices (floating-point entries with two axes or more) may be encoded, in `auto` and ranks vectors as well. Counters and all
-others are never encoded, nor BatchNorm's statistics: a variance must not become negative.
+Matrices (floating-point entries with two axes or more) may be encoded, in `auto` and ranks vectors as well. Counters
+and all others are never encoded, nor BatchNorm's statistics: a variance must not become negative.
 
     float32     unchanged
     float16     half the bytes; values beyond 65504 are refused

@@ -176,8 +176,8 @@ class Encoding:
     """The encodings of a run.
 
     Args:
-        down: dtype of matrices (in AUTO and RANKS, of vectors as well) in downloads, one of DTYPES. With one of FOR_DIFFERENCES,
-            or with `top_k_down`, what is sent down is the difference from what the client has.
+        down: dtype of matrices (in AUTO and RANKS, of vectors as well) in downloads, one of DTYPES. With one of
+            FOR_DIFFERENCES, or with `top_k_down`, what is sent down is the difference from what the client has.
         up: dtype of matrices' differences in uploads, one of DTYPES.
         top_k: share of the matrices' differences, the largest of all, that are uploaded; 0: all.
         error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload; not

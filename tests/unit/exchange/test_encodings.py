@@ -206,7 +206,9 @@ def test_of_a_product_less_is_left_out_than_there_was(dtype, values, heavy):
 
 
 @pytest.mark.parametrize("dtype", RANKS)
-@pytest.mark.parametrize("shape", [(10, 128), (64, 32, 3, 3), (300, 1), (1, 300), (3, 3), (0, 5), (5, 0), (2, 400), (90,)])
+@pytest.mark.parametrize(
+    "shape", [(10, 128), (64, 32, 3, 3), (300, 1), (1, 300), (3, 3), (0, 5), (5, 0), (2, 400), (90,)]
+)
 def test_a_product_is_sent_where_it_has_fewer_bytes_than_int8(dtype, shape):
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     rows, others = shape[0], math.prod(shape[1:])
@@ -672,7 +674,7 @@ def test_another_length_is_refused(change):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign, rank1, rank2, "),
+        ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign, rank1, "),
         ({"up": "auto", "top_k": 0.1}, "with auto it must be 0"),
         ({"down": "rank2", "top_k_down": 0.1}, "with rank2 it must be 0, since it sends whole matrices"),
         ({"budget": 10, "down": "sign"}, "budget is 10; it must be 0, or a number of bytes with down or up 'auto'"),

@@ -105,7 +105,8 @@ def test_a_model_that_is_scored_and_then_trained_is_sent_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "encoding", [Encoding("sign"), Encoding("ternary"), Encoding("sign", top_k_down=0.1), Encoding("auto")]
+    "encoding",
+    [Encoding("sign"), Encoding("ternary"), Encoding("sign", top_k_down=0.1), Encoding("rank1"), Encoding("auto")],
 )
 def test_values_that_stay_the_same_are_approached(encoding):
     """Sent in the round in which they came to be, and in every other round after it."""
@@ -542,7 +543,10 @@ def mutated(encoding, seeds):
     return changes
 
 
-MUTATED = [Encoding("ternary"), Encoding("int4"), Encoding("sign", top_k_down=0.1), Encoding("auto", left_out=0.2)]
+MUTATED = [
+    Encoding("ternary"), Encoding("int4"), Encoding("sign", top_k_down=0.1), Encoding("rank1"),
+    Encoding("auto", left_out=0.2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("encoding", MUTATED)

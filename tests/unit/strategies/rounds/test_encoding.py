@@ -142,7 +142,7 @@ def left_out(cache_folder, partition):
     (folder,) = cache_folder.glob(f"*/personal/client-{partition}")
     newest = max(folder.glob("*.safetensors"))
     kept = read_arrays(newest)
-    assert kept.keys() <= {"left out/model/w", "left out/model/bias"}, "a vector's only in auto"
+    assert kept.keys() <= {"left out/model/w", "left out/model/bias"}, "a vector's only in auto and ranks"
     return kept["left out/model/w"]
 
 
@@ -151,6 +151,7 @@ def left_out(cache_folder, partition):
     [
         Encoding(up="int8"), Encoding(top_k=0.05), Encoding("int8", "int8", 0.1), Encoding(up="int4"),
         Encoding(up="ternary"), Encoding("bfloat16", "sign"), Encoding(up="sign", top_k=0.2), Encoding("auto", "auto"),
+        Encoding("rank1", "rank2"),
     ],
 )  # fmt: skip
 def test_error_feedback_brings_everything_in_the_end(cache_folder, encoding):

@@ -112,10 +112,11 @@ def test_a_late_joiner_is_sent_what_differs_from_the_start():
     "wire",
     [
         Encoding("sign", start="made"), Encoding("ternary", start="made"), Encoding("int4", start="made"),
+        Encoding("rank1", start="made"),
         Encoding("int8", top_k_down=0.05, start="made"), Encoding("auto", start="made"),
         Encoding("auto", budget=MATRIX, start="made"),
     ],
-    ids=["sign", "ternary", "int4", "top-k", "auto", "budget"],
+    ids=["sign", "ternary", "int4", "rank", "top-k", "auto", "budget"],
 )  # fmt: skip
 def test_a_newcomer_has_what_changed_as_exactly_as_a_whole_model(wire):
     """Each client takes part in one round only, so that nothing that a message leaves out can come later.
