@@ -10,7 +10,7 @@ and all others are never encoded, nor BatchNorm's statistics: a variance must no
     int4        an eighth: the same with max|row| / 7 and integers from -7 to 7
     ternary     a twentieth: -1, 0 or 1 in units of the row's scale
     sign        a thirty-second: the sign of each value, in units of the row's mean magnitude
-    rank1 …     the product of two thin matrices of this rank (1, 2, 4 or 8), which are in int8
+    rank1 …     the product of two thin matrices of this rank (1, 2, 4 or 8), which are in int4
     auto        whole steps: values become 0 that hold a share of the squared norm; how many others there are, and in
                 how many bits, follows from it
     top k       the share k of all matrices' values together that are largest in magnitude, in one of the dtypes above,

@@ -26,22 +26,14 @@ class Int4:
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
         scales, whole = in_steps(values, 7, random)
-        halves = np.zeros(-(-whole.size // 2) * 2, np.uint8)
-        np.add(whole.reshape(-1), 7, out=halves[: whole.size], casting="unsafe")
-        return b"".join([bytes_of(scales), bytes_of(halves[::2] | halves[1::2] << 4)])
+        return b"".join([bytes_of(scales), bytes_of(in_halves(whole))])
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
         return 4 * shape[0] + -(-math.prod(shape) // 2)
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
         scales, packed = read_scales(data, shape)
-        halves = np.empty((packed.size, 2), np.int8)
-        np.bitwise_and(packed, 15, out=halves[:, 0], casting="unsafe")
-        np.right_shift(packed, 4, out=halves[:, 1], casting="unsafe")
-        if (halves == 15).any():
-            raise ValueError("it has numbers that four bits of int4 do not stand for")
-        halves -= 7
-        return scaled(halves.reshape(-1)[: math.prod(shape)], scales, shape)
+        return scaled(from_halves(packed, math.prod(shape)), scales, shape)
 
 
 class Ternary:
@@ -116,6 +108,24 @@ class Sign:
         signs *= 2
         signs -= 1
         return scaled(signs, scales, shape)
+
+
+def in_halves(whole: np.ndarray) -> np.ndarray:
+    """Integers from -7 to 7, two in a byte (uint8), the first in the lower half."""
+    halves = np.zeros(-(-whole.size // 2) * 2, np.uint8)
+    np.add(whole.reshape(-1), 7, out=halves[: whole.size], casting="unsafe")
+    return halves[::2] | halves[1::2] << 4
+
+
+def from_halves(packed: np.ndarray, size: int) -> np.ndarray:
+    """So many integers (int8) from what `in_halves` made of them. Raises ValueError for bytes that it does not make."""
+    halves = np.empty((packed.size, 2), np.int8)
+    np.bitwise_and(packed, 15, out=halves[:, 0], casting="unsafe")
+    np.right_shift(packed, 4, out=halves[:, 1], casting="unsafe")
+    if (halves == 15).any():
+        raise ValueError("it has numbers that four bits of int4 do not stand for")
+    halves -= 7
+    return halves.reshape(-1)[:size]
 
 
 def _finite(scale: np.ndarray, magnitude: np.ndarray) -> np.ndarray:

@@ -7,11 +7,13 @@ import math
 import numpy as np
 
 from tepal.exchange.encodings.codec import bytes_of, chunks, read_scales, rows_of
-from tepal.exchange.encodings.dense import Int8, in_steps
+from tepal.exchange.encodings.dense import in_steps
+from tepal.exchange.encodings.few_bits import Int4, from_halves, in_halves
 
 _MORE = 8  # directions that are looked at beyond those that are kept
+_MOST = 7  # the largest integer
 _SMALLEST, _LARGEST = 1e-30, float(np.finfo(np.float32).max)
-_OTHERWISE = Int8()
+_OTHERWISE = Int4()
 
 
 class LowRank:
@@ -21,12 +23,12 @@ class LowRank:
     hold most of the squared norm, and Q is what the matrix has in these directions. PowerSGD begins with the Q of its
     last step and does one power iteration. Here nothing is kept from one message to the next: it begins with r + 8
     random directions, the same ones each time, does one more iteration, and keeps the best r of the r + 8 (Halko et al.
-    2011, arXiv:0909.4061). P and Q are rounded to `int8`, and Q belongs to the rounded P, so that what is left out is
-    less than the matrix itself (a contraction).
+    2011, arXiv:0909.4061). P and Q are in `int4`, with a scale for each column. Q is that of the rounded P, so that
+    rounding P costs little, and what is left out is less than the matrix itself (a contraction).
 
-    Bytes: float32 scales of the columns of P, and of Q (r each); integers of P and of Q, a column after the other. A
-    matrix for which this is no less than `int8` is in `int8`, such as one with one row. A vector is a matrix with one
-    column, of rank 1: it has one scale, and an integer for each value.
+    Bytes: float32 scales of the columns of P, and of Q (r each); integers of P and of Q, a column after the other, two
+    in a byte. A matrix for which this is no less than `int4` is in `int4`, such as one with one row. A vector is a
+    matrix with one column, of rank 1: it has two scales, and four bits for each value.
     """
 
     width = 1
@@ -41,15 +43,16 @@ class LowRank:
         rows = np.ascontiguousarray(rows_of(values), np.float32)
         largest = float(np.abs(rows).max())
         if not math.isfinite(largest):
-            return b"".join([bytes_of(np.full(2 * rank, np.nan, "<f4")), bytes(rank * sum(rows.shape))])
+            return b"".join([bytes_of(np.full(2 * rank, np.nan, "<f4")), bytes(_halves(rank, *rows.shape))])
         # Everything is computed for the matrix divided by its largest value, without a copy of it.
         unit = np.float32(1 / max(largest, _SMALLEST))
-        scales, left = in_steps(_directions(rows, unit, rank).T.astype(np.float32), 127, None)
+        scales, left = in_steps(_directions(rows, unit, rank).T.astype(np.float32), _MOST, None)
         columns = left * scales[:, None]
-        right = np.linalg.solve(columns @ columns.T.astype(np.float64), (columns * unit) @ rows)
-        found, whole = in_steps(right.astype(np.float32), 127, None)
-        scales = np.concatenate([scales, np.minimum(found / np.float64(unit), _LARGEST / 127)])
-        return b"".join(map(bytes_of, (scales.astype("<f4"), left, whole)))
+        right = np.linalg.lstsq(columns @ columns.T.astype(np.float64), (columns * unit) @ rows)[0]
+        found, whole = in_steps(right.astype(np.float32), _MOST, None)
+        scales = np.concatenate([scales, np.minimum(found / np.float64(unit), _LARGEST / _MOST)])
+        whole = np.concatenate([left.reshape(-1), whole.reshape(-1)])
+        return b"".join(map(bytes_of, (scales.astype("<f4"), in_halves(whole))))
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
         rank = self._rank(shape)
@@ -60,7 +63,7 @@ class LowRank:
         if not rank:
             return _OTHERWISE.read(data, shape)
         scales, packed = read_scales(data, (2 * rank,))
-        whole = packed.view(np.int8)
+        whole = from_halves(packed, rank * (rows + others))
         left = whole[: rank * rows].reshape(rank, rows)
         right = whole[rank * rows :].reshape(rank, others)
         values = np.empty((rows, others), np.float32)
@@ -85,8 +88,12 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
+def _halves(rank: int, rows: int, others: int) -> int:
+    return -(-rank * (rows + others) // 2)
+
+
 def _bytes(rank: int, rows: int, others: int) -> int:
-    return rank * (2 * 4 + rows + others)
+    return 4 * 2 * rank + _halves(rank, rows, others)
 
 
 def _directions(rows: np.ndarray, unit: np.float32, rank: int) -> np.ndarray:

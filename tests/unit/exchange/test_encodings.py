@@ -159,7 +159,9 @@ def test_few_bits_pass_on_that_a_row_is_not_finite(dtype, random):
     np.testing.assert_allclose(read[0], 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype, byte", [("int4", 0x0F), ("int4", 0xF0), ("ternary", 243), ("ternary", 255)])
+@pytest.mark.parametrize(
+    "dtype, byte", [("int4", 0x0F), ("int4", 0xF0), ("rank1", 0x0F), ("ternary", 243), ("ternary", 255)]
+)
 def test_bytes_that_stand_for_no_values_are_refused(dtype, byte):
     written = bytearray(CODECS[dtype].write(np.ones((2, 10), np.float32), None))
     written[-1] = byte
@@ -178,7 +180,7 @@ def with_values(singular, rows, others, seed=0):
 def test_a_matrix_of_a_low_rank_is_its_product_but_for_rounding(rank):
     values = with_values(np.arange(rank, 0, -1.0), 60, 90)
     read = there_and_back(CODECS[f"rank{rank}"], values.reshape(60, 9, 10)).reshape(60, 90)
-    assert np.linalg.norm(read - values) < 0.02 * np.linalg.norm(values)
+    assert np.linalg.norm(read - values) < 0.2 * np.linalg.norm(values)
     assert np.linalg.matrix_rank(read, tol=1e-4) <= rank
 
 
@@ -191,7 +193,7 @@ def test_of_other_matrices_nearly_the_best_of_this_rank_is_sent(dtype, decay):
     values = with_values(singular, 80, 300)
     left = np.square(there_and_back(CODECS[dtype], values).astype(float) - values).sum()
     squares = np.square(singular)
-    assert squares[rank:].sum() * (1 - 1e-5) <= left <= squares[rank:].sum() + 0.03 * squares.sum()
+    assert squares[rank:].sum() * (1 - 1e-5) <= left <= squares[rank:].sum() + 0.05 * squares.sum()
 
 
 @pytest.mark.parametrize("dtype", RANKS)
@@ -209,11 +211,11 @@ def test_of_a_product_less_is_left_out_than_there_was(dtype, values, heavy):
 @pytest.mark.parametrize(
     "shape", [(10, 128), (64, 32, 3, 3), (300, 1), (1, 300), (3, 3), (0, 5), (5, 0), (2, 400), (90,)]
 )
-def test_a_product_is_sent_where_it_has_fewer_bytes_than_int8(dtype, shape):
+def test_a_product_is_sent_where_it_has_fewer_bytes_than_int4(dtype, shape):
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     rows, others = shape[0], math.prod(shape[1:])
     rank = min(int(dtype.removeprefix("rank")), rows, others)
-    product, otherwise = rank * (rows + others + 8), CODECS["int8"].write(values, None)
+    product, otherwise = 8 * rank + math.ceil(rank * (rows + others) / 2), CODECS["int4"].write(values, None)
     written = CODECS[dtype].write(values, None)
     if rank and product < len(otherwise):
         assert len(written) == product
@@ -251,7 +253,8 @@ def test_a_product_is_read_to_the_same_bits_whatever_multiplies_matrices():
     values = with_values(np.ones(4), 30, 40)
     written = CODECS["rank4"].write(values, None)
     read = CODECS["rank4"].read(memoryview(written), values.shape)
-    scales, whole = np.frombuffer(written[:32], "<f4"), np.frombuffer(written[32:], np.int8)
+    scales = np.frombuffer(written[:32], "<f4")
+    whole = np.array([half - 7 for byte in written[32:] for half in (byte & 15, byte >> 4)], np.int8)
     left, right = whole[:120].reshape(4, 30), whole[120:].reshape(4, 40)
     for row in range(30):
         for other in range(40):
@@ -609,7 +612,7 @@ def test_how_long_what_is_written_is():
     assert lengths == {
         "float32": 4 * size, "float16": 2 * size, "bfloat16": 2 * size, "int8": size + 4 * 768,
         "int4": size / 2 + 4 * 768, "ternary": math.ceil(size / 5) + 4 * 768, "sign": size / 8 + 4 * 768,
-        **{f"rank{rank}": rank * (768 + 3072 + 8) for rank in (1, 2, 4, 8)},
+        **{f"rank{rank}": rank * ((768 + 3072) // 2 + 8) for rank in (1, 2, 4, 8)},
     }  # fmt: skip
     for share in (0.3, 0.1, 0.05, 0.02, 0.01):
         packed = pack(values, ["w"], wire := Wire(top_k=share))
