@@ -43,7 +43,7 @@ PARTS = "tepal.parts"
 
 ID = "id"
 """Key of the exchange's id in this record of a message."""
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of what server and clients send each other. It rises with every change that the other side must know.
 
     1   digests of entries and of packed parts are SHA-256; messages do not state a version

@@ -19,7 +19,7 @@ import numpy as np
 from blake3 import blake3
 from flwr.app import Array
 
-from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Steps, TopK, Wire, add_difference
+from tepal.exchange.encodings import PLAIN, Codec, EncodingError, Mixed, Steps, TopK, Wire, add_difference
 from tepal.exchange.layout import Arrays, Names, Shaped, dtype_name
 from tepal.exchange.plan import Tree
 from tepal.exchange.threads import in_threads
@@ -148,6 +148,13 @@ class Piece:
     codec: Codec | None
 
     @property
+    def coder(self) -> Codec | None:
+        """What writes and reads it: matrices in steps may be products instead."""
+        if isinstance(self.codec, Steps) and self.codec.or_products:
+            return Mixed(tuple(shape for *_, shape in self.items), self.codec)
+        return self.codec
+
+    @property
     def width(self) -> int:
         """Bytes of the widest item."""
         return self.codec.width if self.codec else np.dtype(self.items[0][1]).itemsize
@@ -239,11 +246,11 @@ def _packed(
     packed: list[bytes | memoryview] = []
     for piece in pieces:
         name = piece.items[0][0]
-        if piece.codec is None:
+        if (coder := piece.coder) is None:
             packed.append(raw_bytes(written(name)))
             continue
         try:
-            packed.append(piece.codec.write(piece.floats(written), random))
+            packed.append(coder.write(piece.floats(written), random))
         except EncodingError as error:
             raise EncodingError(f"entry {name!r} cannot be sent as {wire.dtype}: {error}") from error
     return packed
@@ -356,14 +363,14 @@ def unpacked(array: Array, shaped: Iterable[Shaped], wire: Wire = PLAIN) -> Iter
     data = memoryview(array.data)
     offset = 0
     for piece in pieces:
-        codec = piece.codec
-        length = codec.length(piece.shape, data[offset:]) if codec else piece.size * piece.width
+        coder = piece.coder
+        length = coder.length(piece.shape, data[offset:]) if coder else piece.size * piece.width
         own = data[offset : offset + length]
         if len(own) < length:
             last = piece.items[-1][0]
             raise ValueError(f"a packed part has {len(data)} bytes, but entry {last!r} ends at byte {offset + length}")
-        if codec:
-            yield from piece.arrays(codec.read(own, piece.shape))
+        if coder:
+            yield from piece.arrays(coder.read(own, piece.shape))
         else:
             name, dtype, shape = piece.items[0]
             kind = np.dtype(dtype)

@@ -29,6 +29,7 @@ clients with the same values receive the same bytes, and digests are those of th
 """
 
 from tepal.exchange.encodings.codec import Codec, EncodingError
+from tepal.exchange.encodings.mixed import Mixed
 from tepal.exchange.encodings.sparse import TopK
 from tepal.exchange.encodings.steps import FIXED, Steps
 from tepal.exchange.encodings.wire import (
@@ -57,6 +58,7 @@ __all__ = [
     "Codec",
     "Encoding",
     "EncodingError",
+    "Mixed",
     "Steps",
     "TopK",
     "Wire",

@@ -45,8 +45,8 @@ class LowRank:
         if not math.isfinite(largest):
             return b"".join([bytes_of(np.full(2 * rank, np.nan, "<f4")), bytes(_halves(rank, *rows.shape))])
         # Everything is computed for the matrix divided by its largest value, without a copy of it.
-        unit = np.float32(1 / max(largest, _SMALLEST))
-        scales, left = in_steps(_directions(rows, unit, rank).T.astype(np.float32), _MOST, None)
+        unit = unit_of(largest)
+        scales, left = in_steps(directions(rows, unit, rank)[0], _MOST, None)
         columns = left * scales[:, None]
         right = np.linalg.lstsq(columns @ columns.T.astype(np.float64), (columns * unit) @ rows)[0]
         found, whole = in_steps(right.astype(np.float32), _MOST, None)
@@ -66,16 +66,8 @@ class LowRank:
         whole = from_halves(packed, rank * (rows + others))
         left = whole[: rank * rows].reshape(rank, rows)
         right = whole[rank * rows :].reshape(rank, others)
-        values = np.empty((rows, others), np.float32)
         with np.errstate(all="ignore"):  # the scales come from the other side
-            columns, across = left * scales[:rank, None], right * scales[rank:, None]
-            # Value by value and not as a product of matrices, whose last bits differ from machine to machine.
-            for part in chunks(rows, others):
-                np.multiply(columns[0, part, None], across[0], out=values[part])
-                for number in range(1, rank):
-                    values[part] += columns[number, part, None] * across[number]
-                np.clip(values[part], -_LARGEST, _LARGEST, out=values[part])  # NaN stays
-        return values.reshape(shape)
+            return product(left * scales[:rank, None], right * scales[rank:, None]).reshape(shape)
 
     def _rank(self, shape: tuple[int, ...]) -> int:
         """The rank of a matrix's product; 0: it is not sent as one."""
@@ -96,12 +88,40 @@ def _bytes(rank: int, rows: int, others: int) -> int:
     return 4 * 2 * rank + _halves(rank, rows, others)
 
 
-def _directions(rows: np.ndarray, unit: np.float32, rank: int) -> np.ndarray:
-    """Orthonormal columns (m, rank) in whose directions the rows (m, n), times `unit`, have most of their norm."""
+def unit_of(largest: float) -> np.float32:
+    """What a matrix with this largest magnitude is multiplied by, so that no square of a value is too large."""
+    return np.float32(1 / max(largest, _SMALLEST))
+
+
+def directions(rows: np.ndarray, unit: np.float32, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """The directions in which rows have most of their norm, with the most first.
+
+    Args:
+        rows: (m, n), float32.
+        unit: what they are multiplied by; see `unit_of`.
+        rank: number of directions, at most m and n.
+
+    Returns:
+        Orthonormal directions (rank, m), float32, and the squared norm of the rows in each of them (rank), float64.
+    """
     start = np.random.default_rng(0).standard_normal((rows.shape[1], min(rank + _MORE, *rows.shape)), np.float32)
     found, _ = np.linalg.qr(rows @ (start * unit))
     found, _ = np.linalg.qr(rows @ (rows.T @ (found * unit) * unit))
     held = (found * unit).T @ rows
-    _, turns = np.linalg.eigh(held @ held.T.astype(np.float64))
-    directions: np.ndarray = found @ turns[:, : -rank - 1 : -1]
-    return directions
+    squares, turns = np.linalg.eigh(held @ held.T.astype(np.float64))
+    return (turns[:, : -rank - 1 : -1].T @ found.T).astype(np.float32), squares[: -rank - 1 : -1]
+
+
+def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """The matrix (m, n) of P (r, m) and Q (r, n), float32, with the same bits on every machine.
+
+    It is computed value by value: the last bits of a product of matrices differ from library to library.
+    """
+    values = np.empty((left.shape[1], right.shape[1]), np.float32)
+    with np.errstate(all="ignore"):  # they come from the other side
+        for part in chunks(*values.shape):
+            np.multiply(left[0, part, None], right[0], out=values[part])
+            for number in range(1, len(left)):
+                values[part] += left[number, part, None] * right[number]
+            np.clip(values[part], -_LARGEST, _LARGEST, out=values[part])  # NaN stays
+    return values

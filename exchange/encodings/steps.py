@@ -65,6 +65,11 @@ class Steps:
 
     width = 1
 
+    @property
+    def or_products(self) -> bool:
+        """Whether matrices may be products instead (see `Mixed`): if what is left out comes later, without a limit."""
+        return not (self.unbiased or self.bits)
+
     def fitted(self, sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> Steps:
         """The codec for several matrices: with one threshold for all of them. Arguments: see `threshold`."""
         found = threshold(self.left_out, sizes, values, self.bits)
@@ -223,8 +228,8 @@ def threshold(
     squares = np.cumsum(np.square(np.divide(found, largest, dtype=np.float64)))
     first = min(int(np.searchsorted(squares, left_out * squares[-1], side="right")), found.size - 1)
     share = 1.0
-    if bits and _bits(found[first:], size) > bits:
-        first = bisect_left(range(found.size), -bits, lo=first, key=lambda k: -_bits(found[k:], size))
+    if bits and bits_of(found[first:], size) > bits:
+        first = bisect_left(range(found.size), -bits, lo=first, key=lambda k: -bits_of(found[k:], size))
         first = min(first, found.size - 1)
         # Of values of just this magnitude, which may be all, no more are sent than there are bits for.
         share = (found.size - first) / (found.size - int(np.searchsorted(found, found[first])))
@@ -257,7 +262,7 @@ def _largest(array: np.ndarray) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def _bits(kept: np.ndarray, size: int) -> float:
+def bits_of(kept: np.ndarray, size: int) -> float:
     """About how many bits a value has, in the mean, if these magnitudes (ascending) are kept of so many."""
     share = len(kept) / size
     step = np.float32(min(float(kept[0]) / _DEAD, _LARGEST))

@@ -395,7 +395,7 @@ def test_auto_encodes_small_arrays_together_and_large_ones_alone():
     small = np.concatenate([values[name].reshape(-1) for name in values if name != "large"])
     fitted = Steps(0.6).fitted([512 * 600, small.size], lambda number: [values["large"], small][number])
     expected = fitted.write(values["large"], None), fitted.write(small, None)
-    assert bytes(packed.data) == b"".join(expected)
+    assert bytes(packed.data) == b"".join([b"\0", expected[0], b"\0", expected[1]]), "none of them is a product"
     apart = sum(len(fitted.write(values[name], None)) for name in values if name != "large")
     assert len(expected[1]) < 0.8 * apart
     found = unpack(packed, shapes_of(values, values), wire)
@@ -454,8 +454,8 @@ def test_auto_stays_within_its_bits_and_sends_something(values, bits, left_out, 
         "heavy": np.exp(8 * normal),
     }[kind]  # fmt: skip
     values = {"w": values, "v": other}
-    packed = pack(values, values, Wire("auto", left_out=left_out, bits=bits))
-    found = unpack(packed, shapes_of(values, values), Wire("auto"))
+    packed = pack(values, values, wire := Wire("auto", left_out=left_out, bits=bits))
+    found = unpack(packed, shapes_of(values, values), wire)
     assert found["v"].any() or found["w"].any()
     one_each = sum(np.count_nonzero(value) for value in found.values()) <= 1
     assert one_each or within(packed, bits, 1, sum(value.size for value in values.values()))

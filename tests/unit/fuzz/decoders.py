@@ -22,7 +22,7 @@ import numpy as np
 from flwr.app import Array, ConfigRecord
 from hypothesis import strategies as st
 
-from tepal.exchange.encodings import AUTO, CODECS, PLAIN, Steps, TopK, Wire
+from tepal.exchange.encodings import AUTO, CODECS, PLAIN, RANKS, Mixed, Steps, TopK, Wire
 from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, write_arrays
 from tepal.exchange.manifest import RECORD, Header, Manifest, Parcel, ProtocolError, verified_id, write_id
 from tepal.exchange.parts import STYPE, Part, digest, pack, shapes_of, unpack_checked, unpacked
@@ -148,8 +148,8 @@ def _layout_of(at_random: Random) -> bytes:
 
 
 _WIRES = (
-    *(Wire(dtype, share) for share in (0.0, 0.25, 0.9) for dtype in CODECS),
-    *(Wire(dtype, differences=True) for dtype in CODECS),
+    *(Wire(dtype, share) for share in (0.25, 0.9) for dtype in CODECS if dtype not in RANKS),
+    *(Wire(dtype, differences=differences) for differences in (False, True) for dtype in CODECS),
     Wire(AUTO, left_out=0.1), Wire(AUTO, left_out=0.6, differences=True),
 )  # fmt: skip
 

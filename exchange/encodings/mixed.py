@@ -1,0 +1,198 @@
+"""Several arrays in one code: those in whole steps, and matrices as products of two thin ones where that takes less."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tepal.exchange.encodings.codec import bytes_of, rows_of
+from tepal.exchange.encodings.coding import from_huffman, in_huffman, longest_in_huffman
+from tepal.exchange.encodings.low_rank import directions, product, unit_of
+from tepal.exchange.encodings.sparse import magnitudes
+from tepal.exchange.encodings.steps import Steps, bits_of
+
+_ALL_IN_STEPS, _SOME_PRODUCTS = 0, 1  # the first byte
+_NUMBER = 4
+_RANK = 32  # the highest of a product
+_MOST = 127  # the largest number of steps
+_STEP = 1.0  # of P and Q, in units of a column's root mean square
+_BITS = 2.1  # about how many a number of P or Q then has
+_KEPT = .84  # about the share of the squared norm in a direction that is left when P and Q are rounded
+
+
+class _Product(NamedTuple):
+    """P (r, m) and Q (r, n) in whole steps, int8, and the steps of Q (r), float32; those of P are 1."""
+
+    left: np.ndarray
+    right: np.ndarray
+    scales: np.ndarray
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Arrays, one after the other: each in steps, or as P Qᵀ of a rank up to 32, whichever has fewer bytes.
+
+    The threshold of the steps, which all arrays of a part share, says what is left out of each array. A matrix is a
+    product if some rank leaves out no more than that with fewer bytes. Changes of a round are often near a low rank:
+    those of a layer are a sum of few outer products, of what its inputs and its errors have in common. P has the
+    directions of the rows with most of the squared norm (see `low_rank`), rounded to their root mean square, so that
+    most numbers are -1, 0 or 1, and Q is best for the rounded P. In two bits a number the product leaves out a sixth
+    more than it would exactly, and a rank is added for it.
+
+    Bytes: 0 if all arrays are in steps, and their code; otherwise 1, the rank of each matrix (a byte each; 0: in
+    steps), the length of the numbers' code (4), the scale of each column of Q (float32), the numbers of P and Q of one
+    matrix after the other in Huffman's code, and the code of the steps of all others, if there are any.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    steps: Steps
+
+    width = 1
+
+    def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
+        arrays = self._split(np.ascontiguousarray(values, np.float32).reshape(-1))
+        products = [self._product(array) for array in arrays]
+        if not any(products):
+            return bytes([_ALL_IN_STEPS]) + self.steps.write(values, None)
+        made = [one for one in products if one]
+        numbers = [part.reshape(-1) for one in made for part in (one.left, one.right)]
+        coded = in_huffman(np.concatenate(numbers).view(np.uint8))
+        each = [*zip(arrays, products, strict=True)]
+        ranks = bytes(len(one.scales) if one else 0 for array, one in each if array.ndim > 1)
+        others = [array.reshape(-1) for array, one in each if not one]
+        return b"".join(
+            [
+                bytes([_SOME_PRODUCTS]), ranks, len(coded).to_bytes(_NUMBER, "little"),
+                bytes_of(np.concatenate([one.scales for one in made])), coded,
+                self.steps.write(np.concatenate(others), None) if others else b"",
+            ]
+        )  # fmt: skip
+
+    def length(self, shape: tuple[int, ...], data: memoryview) -> int:
+        head = self._head(data)
+        if head is None:
+            return 1 + self.steps.length(shape, data[1:])
+        ranks, start, coded = head
+        end = start + 4 * sum(ranks) + coded
+        others = self._others(ranks)
+        return end + (self.steps.length((others,), data[end:]) if others else 0)
+
+    def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
+        head = self._head(data)
+        if head is None:
+            return self.steps.read(data[1:], shape)
+        ranks, start, coded = head
+        end = start + 4 * sum(ranks)
+        scales = np.frombuffer(data[start:end], "<f4").astype(np.float32)
+        sides = [rows_and_others(one) for one in self.shapes]
+        numbers = sum(rank * sum(two) for rank, two in zip(ranks, sides, strict=True))
+        found = from_huffman(data[end : end + coded], numbers).view(np.int8)
+        if len(found) != numbers or found.min() < -_MOST:
+            raise ValueError(f"its numbers of steps are not those of {numbers} in its products")
+        others = self._others(ranks)
+        rest = self.steps.read(data[end + coded :], (others,)) if others else np.zeros(0, np.float32)
+        values = np.empty(sum(map(math.prod, self.shapes)), np.float32)
+        read, number, column, taken = values, 0, 0, 0
+        for rank, (rows, across) in zip(ranks, sides, strict=True):
+            size = rows * across
+            if rank:
+                middle, end = number + rank * rows, number + rank * (rows + across)
+                left = found[number:middle].astype(np.float32).reshape(rank, rows)
+                right = found[middle:end].astype(np.float32).reshape(rank, across)
+                with np.errstate(all="ignore"):  # the scales come from the other side
+                    right *= scales[column : column + rank, None]
+                read[:size] = product(left, right).reshape(-1)
+                number, column = end, column + rank
+            else:
+                read[:size] = rest[taken : taken + size]
+                taken += size
+            read = read[size:]
+        return values.reshape(shape)
+
+    def _split(self, flat: np.ndarray) -> list[np.ndarray]:
+        arrays, start = [], 0
+        for shape in self.shapes:
+            stop = start + math.prod(shape)
+            arrays.append(flat[start:stop].reshape(shape))
+            start = stop
+        return arrays
+
+    def _others(self, ranks: Sequence[int]) -> int:
+        """The number of values in steps."""
+        return sum(math.prod(shape) for rank, shape in zip(ranks, self.shapes, strict=True) if not rank)
+
+    def _head(self, data: memoryview) -> tuple[list[int], int, int] | None:
+        """The rank of each array, where the scales begin, and the length of the numbers' code; None: all in steps."""
+        if not data or data[0] not in (_ALL_IN_STEPS, _SOME_PRODUCTS):
+            raise ValueError("its first byte says neither that all arrays are in steps nor that some are products")
+        if data[0] == _ALL_IN_STEPS:
+            return None
+        matrices = [len(shape) > 1 for shape in self.shapes]
+        start = 1 + sum(matrices) + _NUMBER
+        if len(data) < start:
+            raise ValueError(f"it has {len(data)} bytes, but {start} say which arrays are products")
+        stated = iter(data[1 : start - _NUMBER])
+        ranks = [next(stated) if matrix else 0 for matrix in matrices]
+        coded = int.from_bytes(data[start - _NUMBER : start], "little")
+        sides = [rows_and_others(shape) for shape in self.shapes]
+        most = sum(rank * sum(two) for rank, two in zip(ranks, sides, strict=True))
+        high = any(rank > min(_RANK, *two) for rank, two in zip(ranks, sides, strict=True))
+        if high or not any(ranks) or coded > longest_in_huffman(most):
+            raise ValueError(f"it declares products of the ranks {ranks} in {coded} bytes, not those of its arrays")
+        return ranks, start, coded
+
+    def _product(self, array: np.ndarray) -> _Product | None:
+        """A matrix as a product that leaves out no more than its steps would; None if that takes as many bytes."""
+        if array.ndim < 2 or self.steps.threshold is None:
+            return None
+        rows = rows_of(array)
+        flat, least = magnitudes(rows.reshape(-1)), self.steps.threshold.least
+        kept = flat >= least
+        if not kept.any() or not math.isfinite(largest := float(flat.max())):
+            return None
+        nbytes = bits_of(np.append(np.float32(least), flat[kept]), flat.size) * flat.size / 8
+        most = min(_RANK, int(nbytes / _bytes_of(1, *rows.shape)), *rows.shape)
+        if not most:
+            return None
+        unit = unit_of(largest)
+        flat *= unit
+        squares = float(np.square(flat).sum(dtype=np.float64))
+        left_out = float(np.square(flat, out=flat).sum(dtype=np.float64, where=~kept))
+        found, held = directions(rows, unit, most)
+        enough = np.flatnonzero(squares - _KEPT * np.cumsum(held) <= left_out)
+        if not enough.size:
+            return None
+        left = _in_steps(found)[0]
+        outer = (left * unit) @ rows
+        gram = np.inner(left, left.astype(np.float64))
+        for rank in range(int(enough[0]) + 1, most + 1):
+            best = np.linalg.lstsq(gram[:rank, :rank], outer[:rank])[0]
+            right, scales = _in_steps(best)
+            across = right * scales[:, None].astype(np.float64)
+            error = float(squares - 2 * np.vdot(outer[:rank], across) + np.vdot(across, gram[:rank, :rank] @ across))
+            if error <= left_out:
+                return _Product(left[:rank], right, (scales / np.float64(unit)).astype("<f4"))
+        return None
+
+
+def rows_and_others(shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+def _bytes_of(rank: int, rows: int, others: int) -> float:
+    """About how many bytes a product has."""
+    return rank * (4 + _BITS / 8 * (rows + others))
+
+
+def _in_steps(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Columns (r, n) in whole steps of about their root mean square, int8, and the best steps for these, float32."""
+    steps = _STEP * np.sqrt(np.square(columns).mean(axis=1, dtype=np.float64))
+    steps = np.maximum(np.maximum(steps, np.abs(columns).max(axis=1) / _MOST), np.finfo(np.float32).tiny)
+    whole = np.rint(columns / steps[:, None])
+    with np.errstate(invalid="ignore"):
+        scales = np.einsum("rn,rn->r", whole, columns) / np.maximum(np.einsum("rn,rn->r", whole, whole), 1)
+    return whole.astype(np.int8), scales.astype(np.float32)
