@@ -19,9 +19,8 @@ _ALL_IN_STEPS, _SOME_PRODUCTS = 0, 1  # the first byte
 _NUMBER = 4
 _RANK = 32  # the highest of a product
 _MOST = 127  # the largest number of steps
-_STEP = 1.0  # of P and Q, in units of a column's root mean square
-_BITS = 2.1  # about how many a number of P or Q then has
-_KEPT = .84  # about the share of the squared norm in a direction that is left when P and Q are rounded
+_ROUNDED = 0.15  # of the share that may be left out: what rounding P and Q leaves out of the squared norm
+_ENTROPY = 2.05  # bits of a number of P or Q in steps of its root mean square, with a normal distribution
 
 
 class _Product(NamedTuple):
@@ -39,9 +38,9 @@ class Mixed:
     The threshold of the steps, which all arrays of a part share, says what is left out of each array. A matrix is a
     product if some rank leaves out no more than that with fewer bytes. Changes of a round are often near a low rank:
     those of a layer are a sum of few outer products, of what its inputs and its errors have in common. P has the
-    directions of the rows with most of the squared norm (see `low_rank`), rounded to their root mean square, so that
-    most numbers are -1, 0 or 1, and Q is best for the rounded P. In two bits a number the product leaves out a sixth
-    more than it would exactly, and a rank is added for it.
+    directions of the rows with most of the squared norm (see `low_rank`), and Q is best for the rounded P. Rounding P
+    and Q leaves out .15 of what may be left out: if that is .6 of the squared norm, they are rounded to three quarters
+    of their root mean square, most numbers are -1, 0 or 1, and a number has two and a half bits.
 
     Bytes: 0 if all arrays are in steps, and their code; otherwise 1, the rank of each matrix (a byte each; 0: in
     steps), the length of the numbers' code (4), the scale of each column of Q (float32), the numbers of P and Q of one
@@ -155,23 +154,26 @@ class Mixed:
         if not kept.any() or not math.isfinite(largest := float(flat.max())):
             return None
         nbytes = bits_of(np.append(np.float32(least), flat[kept]), flat.size) * flat.size / 8
-        most = min(_RANK, int(nbytes / _bytes_of(1, *rows.shape)), *rows.shape)
-        if not most:
-            return None
         unit = unit_of(largest)
         flat *= unit
-        squares = float(np.square(flat).sum(dtype=np.float64))
-        left_out = float(np.square(flat, out=flat).sum(dtype=np.float64, where=~kept))
+        squares = float(np.square(flat, out=flat).sum(dtype=np.float64))
+        left_out = float(flat.sum(dtype=np.float64, where=~kept))
+        rounded = _ROUNDED * left_out / squares
+        step = math.sqrt(6 * rounded)  # a number is off by a twelfth of its squared step, in P as in Q
+        bits = max(_ENTROPY - math.log2(max(step, 1e-9)), 1.0)
+        most = min(_RANK, int(nbytes / (_NUMBER + bits / 8 * sum(rows.shape))), *rows.shape)
+        if not most:
+            return None
         found, held = directions(rows, unit, most)
-        enough = np.flatnonzero(squares - _KEPT * np.cumsum(held) <= left_out)
+        enough = np.flatnonzero(squares - (1 - rounded) * np.cumsum(held) <= left_out)
         if not enough.size:
             return None
-        left = _in_steps(found)[0]
+        left = _in_steps(found, step)[0]
         outer = (left * unit) @ rows
         gram = np.inner(left, left.astype(np.float64))
         for rank in range(int(enough[0]) + 1, most + 1):
             best = np.linalg.lstsq(gram[:rank, :rank], outer[:rank])[0]
-            right, scales = _in_steps(best)
+            right, scales = _in_steps(best, step)
             across = right * scales[:, None].astype(np.float64)
             error = float(squares - 2 * np.vdot(outer[:rank], across) + np.vdot(across, gram[:rank, :rank] @ across))
             if error <= left_out:
@@ -183,14 +185,12 @@ def rows_and_others(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def _bytes_of(rank: int, rows: int, others: int) -> float:
-    """About how many bytes a product has."""
-    return rank * (4 + _BITS / 8 * (rows + others))
+def _in_steps(columns: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
+    """Columns (r, n) in whole steps, int8, and the best length of a step for these, float32.
 
-
-def _in_steps(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Columns (r, n) in whole steps of about their root mean square, int8, and the best steps for these, float32."""
-    steps = _STEP * np.sqrt(np.square(columns).mean(axis=1, dtype=np.float64))
+    `step`: about its length, in units of a column's root mean square.
+    """
+    steps = step * np.sqrt(np.square(columns).mean(axis=1, dtype=np.float64))
     steps = np.maximum(np.maximum(steps, np.abs(columns).max(axis=1) / _MOST), np.finfo(np.float32).tiny)
     whole = np.rint(columns / steps[:, None])
     with np.errstate(invalid="ignore"):

@@ -188,15 +188,16 @@ def _part(data: bytes) -> None:
 
 _CODECS = (
     *CODECS.values(), *(TopK(share, of) for share in (0.01, 0.3, 0.9) for of in CODECS.values()),
-    Steps(0.05), Steps(0.6),
+    Steps(0.05), Steps(0.6), None,
 )  # fmt: skip
+"""None: a mixed one of a matrix of the shape."""
 
 
 def _codec(data: bytes) -> None:
     if len(data) < 4:
         return
-    codec = _CODECS[data[0] % len(_CODECS)]
     shape = (data[1] % 40, data[2] % 40) if data[3] % 8 else (data[1] * 2**40, data[2])
+    codec = _CODECS[data[0] % len(_CODECS)] or Mixed((shape,), Steps(0.6))
     with contextlib.suppress(ValueError):
         length = codec.length(shape, memoryview(data)[4:])
         assert length >= 0
@@ -208,7 +209,10 @@ def _codec(data: bytes) -> None:
 def _encoded(at_random: Random) -> bytes:
     number, rows, columns = (at_random.randrange(n) for n in (len(_CODECS), 40, 40))
     values = np.random.default_rng(at_random.randrange(100)).normal(size=(rows, columns)).astype(np.float32)
-    data = bytes(_CODECS[number].write(values, None))
+    if (codec := _CODECS[number]) is None:
+        values += 5 * np.outer(np.arange(rows), np.arange(columns)).astype(np.float32)  # near a low rank
+        codec = Mixed((values.shape,), Steps(0.6).fitted([values.size], lambda _: values))
+    data = bytes(codec.write(values, None))
     return bytes([number, rows, columns, 1]) + (changed_bytes(data, at_random) if at_random.random() < 0.8 else data)
 
 
