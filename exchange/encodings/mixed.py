@@ -13,7 +13,7 @@ from tepal.exchange.encodings.codec import bytes_of, rows_of
 from tepal.exchange.encodings.coding import from_huffman, in_huffman, longest_in_huffman
 from tepal.exchange.encodings.low_rank import directions, product, unit_of
 from tepal.exchange.encodings.sparse import magnitudes
-from tepal.exchange.encodings.steps import Steps, bits_of
+from tepal.exchange.encodings.steps import Steps, bits_of, dot
 
 _ALL_IN_STEPS, _SOME_PRODUCTS = 0, 1  # the first byte
 _NUMBER = 4
@@ -150,14 +150,15 @@ class Mixed:
             return None
         rows = rows_of(array)
         flat, least = magnitudes(rows.reshape(-1)), self.steps.threshold.least
-        kept = flat >= least
-        if not kept.any() or not math.isfinite(largest := float(flat.max())):
+        kept = flat[flat >= least]
+        if not kept.size or not math.isfinite(largest := float(kept.max())):
             return None
-        nbytes = bits_of(np.append(np.float32(least), flat[kept]), flat.size) * flat.size / 8
+        nbytes = bits_of(np.append(np.float32(least), kept), flat.size) * flat.size / 8
         unit = unit_of(largest)
-        flat *= unit
-        squares = float(np.square(flat, out=flat).sum(dtype=np.float64))
-        left_out = float(flat.sum(dtype=np.float64, where=~kept))
+        for part in (flat, kept):
+            part *= unit
+        squares = dot(flat, flat)
+        left_out = max(squares - dot(kept, kept), 0.0)
         rounded = _ROUNDED * left_out / squares
         step = math.sqrt(6 * rounded)  # a number is off by a twelfth of its squared step, in P as in Q
         bits = max(_ENTROPY - math.log2(max(step, 1e-9)), 1.0)

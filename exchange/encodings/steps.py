@@ -162,14 +162,14 @@ def _scale(kept: Kept, matrices: int, values: Callable[[int], np.ndarray]) -> fl
     squares = product = 0.0
     for number in range(matrices):
         counts = magnitudes(np.ascontiguousarray(values(number), np.float32).reshape(-1)) / np.float32(step)
-        squares += _dot(counts, counts)
+        squares += dot(counts, counts)
         counts = counts[counts >= _DEAD]
         levels, above = _steps(counts, 1.0, fewest=1)
-        product += _dot(counts, levels) + above * float(counts.sum(dtype=np.float64))
+        product += dot(counts, levels) + above * float(counts.sum(dtype=np.float64))
     return squares / product if product > 0 and math.isfinite(squares / product) else 1.0
 
 
-def _dot(first: np.ndarray, second: np.ndarray) -> float:
+def dot(first: np.ndarray, second: np.ndarray) -> float:
     """Of small pieces, each in float32: larger ones would be given to threads that wait for each other."""
     return sum(float(np.vdot(first[k : k + _PIECE], second[k : k + _PIECE])) for k in range(0, len(first), _PIECE))
 
