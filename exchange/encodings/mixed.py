@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +54,8 @@ class Mixed:
     width = 1
 
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> bytes:
-        arrays = self._split(np.ascontiguousarray(values, np.float32).reshape(-1))
+        flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+        arrays = [some.reshape(shape) for some, shape in zip(_cut(flat, self._sizes), self.shapes, strict=True)]
         products = [self._product(array) for array in arrays]
         if not any(products):
             return bytes([_ALL_IN_STEPS]) + self.steps.write(values, None)
@@ -77,7 +79,7 @@ class Mixed:
             return 1 + self.steps.length(shape, data[1:])
         ranks, start, coded = head
         end = start + 4 * sum(ranks) + coded
-        others = self._others(ranks)
+        others = sum(self._in_steps(ranks))
         return end + (self.steps.length((others,), data[end:]) if others else 0)
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
@@ -87,42 +89,34 @@ class Mixed:
         ranks, start, coded = head
         end = start + 4 * sum(ranks)
         scales = np.frombuffer(data[start:end], "<f4").astype(np.float32)
-        sides = [rows_and_others(one) for one in self.shapes]
-        numbers = sum(rank * sum(two) for rank, two in zip(ranks, sides, strict=True))
-        found = from_huffman(data[end : end + coded], numbers).view(np.int8)
-        if len(found) != numbers or found.min() < -_MOST:
-            raise ValueError(f"its numbers of steps are not those of {numbers} in its products")
-        others = self._others(ranks)
+        of_each = zip(ranks, self.shapes, strict=True)
+        sides = [number for rank, shape in of_each if rank for number in _numbers(rank, shape)]
+        found = from_huffman(data[end : end + coded], sum(sides)).view(np.int8)
+        if len(found) != sum(sides) or found.min() < -_MOST:
+            raise ValueError(f"its numbers of steps are not those of {sum(sides)} in its products")
+        in_steps = self._in_steps(ranks)
+        others = sum(in_steps)
         rest = self.steps.read(data[end + coded :], (others,)) if others else np.zeros(0, np.float32)
-        values = np.empty(sum(map(math.prod, self.shapes)), np.float32)
-        read, number, column, taken = values, 0, 0, 0
-        for rank, (rows, across) in zip(ranks, sides, strict=True):
-            size = rows * across
-            if rank:
-                middle, end = number + rank * rows, number + rank * (rows + across)
-                left = found[number:middle].astype(np.float32).reshape(rank, rows)
-                right = found[middle:end].astype(np.float32).reshape(rank, across)
-                with np.errstate(all="ignore"):  # the scales come from the other side
-                    right *= scales[column : column + rank, None]
-                read[:size] = product(left, right).reshape(-1)
-                number, column = end, column + rank
-            else:
-                read[:size] = rest[taken : taken + size]
-                taken += size
-            read = read[size:]
+        values = np.empty(sum(self._sizes), np.float32)
+        numbers = _cut(found, sides)
+        each = zip(_cut(values, self._sizes), ranks, _cut(scales, ranks), _cut(rest, in_steps), strict=True)
+        for array, rank, scale, steps in each:
+            if not rank:
+                array[:] = steps
+                continue
+            left, right = (next(numbers).astype(np.float32).reshape(rank, -1) for _ in range(2))
+            with np.errstate(all="ignore"):  # the scales come from the other side
+                right *= scale[:, None]
+            array[:] = product(left, right).reshape(-1)
         return values.reshape(shape)
 
-    def _split(self, flat: np.ndarray) -> list[np.ndarray]:
-        arrays, start = [], 0
-        for shape in self.shapes:
-            stop = start + math.prod(shape)
-            arrays.append(flat[start:stop].reshape(shape))
-            start = stop
-        return arrays
+    @property
+    def _sizes(self) -> list[int]:
+        return [math.prod(shape) for shape in self.shapes]
 
-    def _others(self, ranks: Sequence[int]) -> int:
-        """The number of values in steps."""
-        return sum(math.prod(shape) for rank, shape in zip(ranks, self.shapes, strict=True) if not rank)
+    def _in_steps(self, ranks: Sequence[int]) -> list[int]:
+        """The number of values in steps of each array."""
+        return [0 if rank else size for rank, size in zip(ranks, self._sizes, strict=True)]
 
     def _head(self, data: memoryview) -> tuple[list[int], int, int] | None:
         """The rank of each array, where the scales begin, and the length of the numbers' code; None: all in steps."""
@@ -137,9 +131,9 @@ class Mixed:
         stated = iter(data[1 : start - _NUMBER])
         ranks = [next(stated) if matrix else 0 for matrix in matrices]
         coded = int.from_bytes(data[start - _NUMBER : start], "little")
-        sides = [rows_and_others(shape) for shape in self.shapes]
-        most = sum(rank * sum(two) for rank, two in zip(ranks, sides, strict=True))
-        high = any(rank > min(_RANK, *two) for rank, two in zip(ranks, sides, strict=True))
+        each = [*zip(ranks, self.shapes, strict=True)]
+        most = sum(number for rank, shape in each for number in _numbers(rank, shape))
+        high = any(rank > min(_RANK, *_numbers(1, shape)) for rank, shape in each)
         if high or not any(ranks) or coded > longest_in_huffman(most):
             raise ValueError(f"it declares products of the ranks {ranks} in {coded} bytes, not those of its arrays")
         return ranks, start, coded
@@ -182,8 +176,15 @@ class Mixed:
         return None
 
 
-def rows_and_others(shape: tuple[int, ...]) -> tuple[int, int]:
-    return shape[0], math.prod(shape[1:])
+def _numbers(rank: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """The number of numbers of P and of Q."""
+    return rank * shape[0], rank * math.prod(shape[1:])
+
+
+def _cut(array: np.ndarray, sizes: Sequence[int]) -> Iterator[np.ndarray]:
+    """Views of so many elements, one after the other."""
+    ends = [*accumulate(sizes, initial=0)]
+    return (array[start:end] for start, end in pairwise(ends))
 
 
 def _in_steps(columns: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:
