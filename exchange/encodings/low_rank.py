@@ -48,8 +48,12 @@ class LowRank:
         unit = unit_of(largest)
         scales, left = in_steps(directions(rows, unit, rank)[0], _MOST, None)
         columns = left * scales[:, None]
-        right = np.linalg.lstsq(columns @ columns.T.astype(np.float64), (columns * unit) @ rows)[0]
-        found, whole = in_steps(right.astype(np.float32), _MOST, None)
+        gram, outer = columns @ columns.T.astype(np.float64), (columns * unit) @ rows
+        found, whole = in_steps(np.linalg.lstsq(gram, outer)[0].astype(np.float32), _MOST, None)
+        right = whole * found[:, None].astype(np.float64)
+        shared, squares = np.vdot(outer, right), np.vdot(right, gram @ right)
+        if squares > 2 * shared:  # more would be left out than there was: directions were rounded to nearly the same
+            found *= np.float32(shared / squares)
         scales = np.concatenate([scales, np.minimum(found / np.float64(unit), _LARGEST / _MOST)])
         whole = np.concatenate([left.reshape(-1), whole.reshape(-1)])
         return b"".join(map(bytes_of, (scales.astype("<f4"), in_halves(whole))))

@@ -31,6 +31,15 @@ class _Product(NamedTuple):
     right: np.ndarray
     scales: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        """About its bytes among others, and some more than these alone, because they share the tables of one code."""
+        return self.scales.nbytes + len(in_huffman(self.numbers))
+
+    @property
+    def numbers(self) -> np.ndarray:
+        return np.concatenate([self.left.reshape(-1), self.right.reshape(-1)]).view(np.uint8)
+
 
 @dataclass(frozen=True)
 class Mixed:
@@ -60,8 +69,7 @@ class Mixed:
         if not any(products):
             return bytes([_ALL_IN_STEPS]) + self.steps.write(values, None)
         made = [one for one in products if one]
-        numbers = [part.reshape(-1) for one in made for part in (one.left, one.right)]
-        coded = in_huffman(np.concatenate(numbers).view(np.uint8))
+        coded = in_huffman(np.concatenate([one.numbers for one in made]))
         each = [*zip(arrays, products, strict=True)]
         ranks = bytes(len(one.scales) if one else 0 for array, one in each if array.ndim > 1)
         others = [array.reshape(-1) for array, one in each if not one]
@@ -69,7 +77,7 @@ class Mixed:
             [
                 bytes([_SOME_PRODUCTS]), ranks, len(coded).to_bytes(_NUMBER, "little"),
                 bytes_of(np.concatenate([one.scales for one in made])), coded,
-                self.steps.write(np.concatenate(others), None) if others else b"",
+                self.steps.write(np.concatenate(others), None) if any(array.size for array in others) else b"",
             ]
         )  # fmt: skip
 
@@ -159,11 +167,11 @@ class Mixed:
         most = min(_RANK, int(nbytes / (_NUMBER + bits / 8 * sum(rows.shape))), *rows.shape)
         if not most:
             return None
-        found, held = directions(rows, unit, most)
+        columns, held = directions(rows, unit, most)
         enough = np.flatnonzero(squares - (1 - rounded) * np.cumsum(held) <= left_out)
         if not enough.size:
             return None
-        left = _in_steps(found, step)[0]
+        left = _in_steps(columns, step)[0]
         outer = (left * unit) @ rows
         gram = np.inner(left, left.astype(np.float64))
         for rank in range(int(enough[0]) + 1, most + 1):
@@ -172,7 +180,8 @@ class Mixed:
             across = right * scales[:, None].astype(np.float64)
             error = float(squares - 2 * np.vdot(outer[:rank], across) + np.vdot(across, gram[:rank, :rank] @ across))
             if error <= left_out:
-                return _Product(left[:rank], right, (scales / np.float64(unit)).astype("<f4"))
+                found = _Product(left[:rank], right, (scales / np.float64(unit)).astype("<f4"))
+                return found if found.nbytes < len(self.steps.write(array, None)) else None
         return None
 
 

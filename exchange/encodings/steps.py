@@ -67,7 +67,7 @@ class Steps:
 
     @property
     def or_products(self) -> bool:
-        """Whether matrices may be products instead (see `Mixed`): if what is left out comes later, without a limit."""
+        """Whether matrices may be products instead (see `Mixed`): not if they are scaled up, or within a limit."""
         return not (self.unbiased or self.bits)
 
     def fitted(self, sizes: Sequence[int], values: Callable[[int], np.ndarray]) -> Steps:

@@ -172,7 +172,8 @@ class EncodingConfig(BaseModel):
 
     dtype: _Dtype = Field(
         "float32",
-        description="dtype of matrices when sent, with auto of vectors, too; counters keep theirs (docs/encodings.md)",
+        description="dtype of matrices when sent, with ranks and auto of vectors, too; counters keep theirs "
+        "(docs/encodings.md)",
     )
     dtype_down: _DtypeOrSame = Field(
         "same",

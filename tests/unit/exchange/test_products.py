@@ -1,15 +1,16 @@
 """Matrices as products of two thin ones: of a given rank, and in `auto` where they take fewer bytes than steps."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tepal.exchange.encodings import CODECS, RANKS, Mixed, Steps, Wire
-from tepal.exchange.parts import pack
+from tepal.exchange.parts import pack, shapes_of, unpack
 from tests.unit.exchange.test_encodings import SMALL, there_and_back
 
 
@@ -49,6 +50,22 @@ def test_of_a_product_less_is_left_out_than_there_was(dtype, values, heavy):
     values = values**3 if heavy else values
     left = np.square(values.astype(float) - there_and_back(CODECS[dtype], values)).sum()
     assert left <= np.square(values.astype(float)).sum() * (1 + 1e-6)
+
+
+def test_where_directions_are_rounded_to_nearly_the_same_no_more_is_left_out_than_there_was():
+    """All columns of P have one large value, beside which the others are rounded to 0 or to the same."""
+    choices = np.array([[k in chosen for k in range(8)] for chosen in itertools.combinations(range(8), 4)])
+    right = np.tile(np.where(choices, 0.52, -0.495), (20, 1))
+    inner = right.T @ right
+    right = np.vstack([right, np.full((1, 8), np.sqrt(-(inner.sum() - np.trace(inner)) / 56))])  # orthogonal columns
+    signs = np.array([[(-1) ** (n >> k & 1) for n in range(2**13)] for k in range(8)])
+    t = 0.32
+    squares, turns = np.linalg.eigh(np.eye(8) * (1 - t**2 / 49) - t**2 * np.ones((8, 8)))
+    even = signs.T @ (turns * np.sqrt(squares) @ turns.T) / 2**6.5
+    left = np.vstack([np.full((1, 8), t), np.eye(8) * t / 7, even])
+    values = ((left * np.linspace(1, 0.8, 8)) @ (right / np.linalg.norm(right, axis=0)).T).astype(np.float32)
+    read = there_and_back(CODECS["rank8"], values)
+    assert np.square(read.astype(float) - values).sum() <= np.square(values, dtype=float).sum()
 
 
 @pytest.mark.parametrize("dtype", RANKS)
@@ -141,12 +158,13 @@ def test_a_matrix_near_a_low_rank_is_a_product_that_leaves_out_no_more_than_step
     assert np.linalg.matrix_rank(read, tol=1e-3) <= 6
 
 
-@pytest.mark.parametrize("kind", ["random", "sparse", "small", "vector"])
+@pytest.mark.parametrize("kind", ["random", "sparse", "small", "vector", "columns", "rows"])
 def test_what_takes_fewer_bytes_in_steps_is_in_steps(kind):
     rng = np.random.default_rng(0)
     value = {
         "random": rng.normal(size=(80, 120)), "sparse": np.eye(100) * rng.normal(size=100), "small": low(1, 3, 4),
-        "vector": rng.normal(size=300),
+        "vector": rng.normal(size=300), "columns": rng.normal(size=(3000, 60)) * (np.arange(60) < 3),
+        "rows": rng.normal(size=(300, 800)) * (np.arange(300) % 40 == 7)[:, None],
     }[kind]  # fmt: skip
     values, codec = parts_with(value)
     assert codec.write(values["v0"], None) == b"\0" + codec.steps.write(values["v0"], None)
@@ -171,6 +189,16 @@ def test_products_and_steps_of_several_arrays_are_found_in_their_order(order):
     assert codec.write(joined(values), None)[0] == any(k in order for k in (1, 3))
 
 
+@pytest.mark.parametrize("empty", [[(0, 4)], [(0,)], [(5, 0), (0, 3, 2)], [(0, 4), (30,)]])
+def test_empty_arrays_beside_products(empty):
+    rng = np.random.default_rng(0)
+    values = {"w": low(1, 60, 70)} | {str(k): rng.normal(size=shape).astype("f4") for k, shape in enumerate(empty)}
+    packed = pack(values, values, wire := Wire("auto", left_out=0.6))
+    found = unpack(packed, shapes_of(values, values), wire)
+    assert {name: array.shape for name, array in found.items()} == {n: array.shape for n, array in values.items()}
+    assert len(packed.data) < 120 + 40 * (empty[-1] == (30,))
+
+
 def test_a_product_says_what_steps_do_where_both_have_the_same_threshold():
     """The joint threshold leaves a matrix that changed little out: no rank of it is sent either."""
     values, codec = parts_with(low(1, 60, 70), 1e-4 * low(1, 60, 70, seed=1))
@@ -178,12 +206,18 @@ def test_a_product_says_what_steps_do_where_both_have_the_same_threshold():
     assert read[: 60 * 70].any() and not read[60 * 70 :].any()
 
 
-@given(
-    st.lists(hnp.arrays(np.float32, (5, 40), elements=st.floats(-9, 9, width=32)), min_size=1, max_size=3),
-    st.sampled_from([0.1, 0.6]),
-)
-def test_error_feedback_stays_bounded_with_products(matrices, left_out):
-    values, codec = parts_with(*matrices, left_out=left_out)
+NUMBERS = st.floats(-9, 9, width=32)
+
+
+FACTORS = st.tuples(hnp.arrays(float, (15, 1), elements=NUMBERS), hnp.arrays(float, 20, elements=NUMBERS))
+
+
+@given(st.lists(FACTORS, min_size=1, max_size=2), st.sampled_from([0.0, 0.3]), st.sampled_from([0.1, 0.6]))
+def test_less_is_left_out_of_products_than_there_was(factors, noise, left_out):
+    """Then error feedback stays bounded."""
+    more = noise * np.random.default_rng(0).normal(size=(15, 20))
+    values, codec = parts_with(*(left * right + more for left, right in factors), left_out=left_out)
+    event(f"a product: {codec.write(joined(values), None)[0]}")
     left = np.square(joined(values).astype(float) - there_and_back(codec, joined(values))).sum()
     assert left <= np.square(joined(values), dtype=float).sum() * (1 + 1e-6)
 
