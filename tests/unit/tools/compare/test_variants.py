@@ -90,13 +90,15 @@ def test_the_comparison_of_encodings_is_the_table_of_the_docs():
     assert [tuple(variant.run_config.get(key) for key in keys) for section in found.sections
             for variant in section.variants] == [
         (None, None, None, None, 15), ("int8", None, None, None, 15), (None, 0.01, None, None, 45),
-        ("sign", 0.1, 0.1, None, 45), ("auto", None, None, "sent", 45), ("auto", None, None, None, 45),
+        ("sign", 0.1, 0.1, None, 45), ("rank4", None, None, "made", 45), ("auto", None, None, "sent", 45),
+        ("auto", None, None, None, 45),
         (None, None, None, None, 15), ("auto", None, None, None, 45),
     ]  # fmt: skip
     told = (ROOT / "docs" / "encodings.md").read_text().partition("conf/encodings.toml")[2].partition("\n\nWhere")[0]
     assert re.findall(r"^\| ([^|]*) \| [\d.]+ \|", told, re.M) == [
         "float32", "int8", "top 1 % up", "top 10 % in signs both ways, the first in int4",
-        "auto, the initial model sent", "auto", "`tiny-vit`, float32", "`tiny-vit`, auto",
+        "rank4, the initial model made by clients", "auto, the initial model sent", "auto", "`tiny-vit`, float32",
+        "`tiny-vit`, auto",
     ]
 
 
