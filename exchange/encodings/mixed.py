@@ -21,6 +21,7 @@ _NUMBER = 4
 _RANK = 32  # the highest of a product
 _MOST = 127  # the largest number of steps
 _ROUNDED = 0.15  # of the share that may be left out: what rounding P and Q leaves out of the squared norm
+_SAMPLE = 160  # rows, or somewhat more
 _ENTROPY = 2.05  # bits of a number of P or Q in steps of its root mean square, with a normal distribution
 
 
@@ -165,7 +166,7 @@ class Mixed:
         step = math.sqrt(6 * rounded)  # a number is off by a twelfth of its squared step, in P as in Q
         bits = max(_ENTROPY - math.log2(max(step, 1e-9)), 1.0)
         most = min(_RANK, int(nbytes / (_NUMBER + bits / 8 * sum(rows.shape))), *rows.shape)
-        if not most:
+        if not most or not _may_hold(rows, unit, most, 1 - left_out / squares):
             return None
         columns, held = directions(rows, unit, most)
         enough = np.flatnonzero(squares - (1 - rounded) * np.cumsum(held) <= left_out)
@@ -194,6 +195,13 @@ def _cut(array: np.ndarray, sizes: Sequence[int]) -> Iterator[np.ndarray]:
     """Views of so many elements, one after the other."""
     ends = [*accumulate(sizes, initial=0)]
     return (array[start:end] for start, end in pairwise(ends))
+
+
+def _may_hold(rows: np.ndarray, unit: np.float32, rank: int, share: float) -> bool:
+    """Whether so many directions may hold this share of the rows' squared norm, by a sample: of it they hold more."""
+    some = rows[:: max(len(rows) // _SAMPLE, 1), :: max(rows.shape[1] // (10 * _SAMPLE), 1)] * unit
+    inner = some @ some.T
+    return bool(np.linalg.eigvalsh(inner)[-rank:].sum() >= share * np.trace(inner))
 
 
 def _in_steps(columns: np.ndarray, step: float) -> tuple[np.ndarray, np.ndarray]:

@@ -94,7 +94,8 @@ def test_the_comparison_of_encodings_is_the_table_of_the_docs():
         ("auto", None, None, None, 45),
         (None, None, None, None, 15), ("auto", None, None, None, 45),
     ]  # fmt: skip
-    told = (ROOT / "docs" / "encodings.md").read_text().partition("conf/encodings.toml")[2].partition("\n\nAll seeds")[0]
+    page = (ROOT / "docs" / "encodings.md").read_text()
+    told = page.partition("conf/encodings.toml")[2].partition("\n\nAll seeds")[0]
     assert re.findall(r"^\| ([^|]*) \| [\d.]+ \|", told, re.M) == [
         "float32", "int8", "top 1 % up", "top 10 % in signs both ways, the first in int4",
         "rank4, the initial model made by clients", "auto, the initial model sent", "auto", "`tiny-vit`, float32",
