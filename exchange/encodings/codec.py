@@ -11,6 +11,8 @@ import numpy as np
 CHUNK = 1 << 18
 """Elements that are processed at once, so that scratch arrays stay small."""
 
+LARGEST = float(np.finfo(np.float32).max)
+
 
 class EncodingError(ValueError):
     """Values that an encoding cannot represent; the text has the values and what to do."""
@@ -42,9 +44,14 @@ def chunks(rows: int, width: int = 1) -> Iterator[slice]:
     return (slice(start, start + several) for start in range(0, rows, several))
 
 
+def sides_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The sides of an array as a matrix: rows (first axis), and the number of values in a row."""
+    return shape[0], math.prod(shape[1:])
+
+
 def rows_of(values: np.ndarray) -> np.ndarray:
     """The values as a matrix with the rows of the first axis."""
-    return values.reshape(values.shape[0], math.prod(values.shape[1:]))
+    return values.reshape(sides_of(values.shape))
 
 
 def read_scales(data: memoryview, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -55,7 +62,7 @@ def read_scales(data: memoryview, shape: tuple[int, ...]) -> tuple[np.ndarray, n
 
 def scaled(whole: np.ndarray, scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """The float32 array of a shape whose values are small integers (int8, flat) in units of their row's scale."""
-    rows = whole.reshape(shape[0], math.prod(shape[1:]))
+    rows = whole.reshape(sides_of(shape))
     values = np.empty(rows.shape, np.float32)
     with np.errstate(all="ignore"):  # the scales come from the other side
         for part in chunks(*rows.shape):

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from tepal.exchange.encodings.codec import bytes_of, chunks, read_scales, rows_of
+from tepal.exchange.encodings.codec import LARGEST, bytes_of, chunks, read_scales, rows_of, sides_of
 from tepal.exchange.encodings.dense import in_steps
 from tepal.exchange.encodings.few_bits import Int4, from_halves, in_halves
 
 _MORE = 8  # directions that are looked at beyond those that are kept
 _MOST = 7  # the largest integer
-_SMALLEST, _LARGEST = 1e-30, float(np.finfo(np.float32).max)
+_SMALLEST = 1e-30
 _OTHERWISE = Int4()
 
 
@@ -54,16 +54,16 @@ class LowRank:
         shared, squares = np.vdot(outer, right), np.vdot(right, gram @ right)
         if squares > 2 * shared:  # more would be left out than there was: directions were rounded to nearly the same
             found *= np.float32(shared / squares)
-        scales = np.concatenate([scales, np.minimum(found / np.float64(unit), _LARGEST / _MOST)])
+        scales = np.concatenate([scales, np.minimum(found / np.float64(unit), LARGEST / _MOST)])
         whole = np.concatenate([left.reshape(-1), whole.reshape(-1)])
         return b"".join(map(bytes_of, (scales.astype("<f4"), in_halves(whole))))
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
         rank = self._rank(shape)
-        return _bytes(rank, *_sides(shape)) if rank else _OTHERWISE.length(shape, data)
+        return _bytes(rank, *sides_of(shape)) if rank else _OTHERWISE.length(shape, data)
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:
-        rank, (rows, others) = self._rank(shape), _sides(shape)
+        rank, (rows, others) = self._rank(shape), sides_of(shape)
         if not rank:
             return _OTHERWISE.read(data, shape)
         scales, packed = read_scales(data, (2 * rank,))
@@ -75,13 +75,9 @@ class LowRank:
 
     def _rank(self, shape: tuple[int, ...]) -> int:
         """The rank of a matrix's product; 0: it is not sent as one."""
-        sides = _sides(shape)
+        sides = sides_of(shape)
         rank = min(self.rank, *sides)
         return rank if _bytes(rank, *sides) < _OTHERWISE.length(shape, memoryview(b"")) else 0
-
-
-def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    return shape[0], math.prod(shape[1:])
 
 
 def _halves(rank: int, rows: int, others: int) -> int:
@@ -127,5 +123,5 @@ def product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
             np.multiply(left[0, part, None], right[0], out=values[part])
             for number in range(1, len(left)):
                 values[part] += left[number, part, None] * right[number]
-            np.clip(values[part], -_LARGEST, _LARGEST, out=values[part])  # NaN stays
+            np.clip(values[part], -LARGEST, LARGEST, out=values[part])  # NaN stays
     return values

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tepal.exchange.encodings.codec import bytes_of, rows_of
+from tepal.exchange.encodings.codec import bytes_of, rows_of, sides_of
 from tepal.exchange.encodings.coding import from_huffman, in_huffman, longest_in_huffman
 from tepal.exchange.encodings.low_rank import directions, product, unit_of
 from tepal.exchange.encodings.sparse import magnitudes
@@ -142,7 +142,7 @@ class Mixed:
         coded = int.from_bytes(data[start - _NUMBER : start], "little")
         each = [*zip(ranks, self.shapes, strict=True)]
         most = sum(number for rank, shape in each for number in _numbers(rank, shape))
-        high = any(rank > min(_RANK, *_numbers(1, shape)) for rank, shape in each)
+        high = any(rank > min(_RANK, *sides_of(shape)) for rank, shape in each)
         if high or not any(ranks) or coded > longest_in_huffman(most):
             raise ValueError(f"it declares products of the ranks {ranks} in {coded} bytes, not those of its arrays")
         return ranks, start, coded
@@ -172,29 +172,44 @@ class Mixed:
         enough = np.flatnonzero(squares - (1 - rounded) * np.cumsum(held) <= left_out)
         if not enough.size:
             return None
-        left = _in_steps(columns, step)[0]
-        outer = (left * unit) @ rows
-        gram = np.inner(left, left.astype(np.float64))
-        for rank in range(int(enough[0]) + 1, most + 1):
-            best = np.linalg.lstsq(gram[:rank, :rank], outer[:rank])[0]
-            right, scales = _in_steps(best, step)
-            across = right * scales[:, None].astype(np.float64)
-            error = float(squares - 2 * np.vdot(outer[:rank], across) + np.vdot(across, gram[:rank, :rank] @ across))
-            if error <= left_out:
-                found = _Product(left[:rank], right, (scales / np.float64(unit)).astype("<f4"))
-                return found if found.nbytes < len(self.steps.write(array, None)) else None
-        return None
+        found = _first_of(range(int(enough[0]) + 1, most + 1), rows, unit, columns, step, squares - left_out)
+        return found if found and found.nbytes < len(self.steps.write(array, None)) else None
 
 
 def _numbers(rank: int, shape: tuple[int, ...]) -> tuple[int, int]:
     """The number of numbers of P and of Q."""
-    return rank * shape[0], rank * math.prod(shape[1:])
+    rows, others = sides_of(shape)
+    return rank * rows, rank * others
 
 
 def _cut(array: np.ndarray, sizes: Sequence[int]) -> Iterator[np.ndarray]:
     """Views of so many elements, one after the other."""
     ends = [*accumulate(sizes, initial=0)]
     return (array[start:end] for start, end in pairwise(ends))
+
+
+def _first_of(
+    ranks: range, rows: np.ndarray, unit: np.float32, columns: np.ndarray, step: float, least: float
+) -> _Product | None:
+    """The product of the first of these ranks that takes what is demanded of the rows' squared norm; None: none does.
+
+    Args:
+        ranks: ascending.
+        rows: (m, n), which are multiplied by `unit`.
+        columns: directions of the rows, orthonormal, (highest rank, m), which are rounded.
+        step: of the numbers of P and Q; see `_in_steps`.
+        least: what ‖A‖² − ‖A − P Qᵀ‖² must be at least, for the rows A.
+    """
+    left = _in_steps(columns, step)[0]
+    outer = (left * unit) @ rows
+    gram = np.inner(left, left.astype(np.float64))
+    for rank in ranks:
+        best = np.linalg.lstsq(gram[:rank, :rank], outer[:rank])[0]
+        right, scales = _in_steps(best, step)
+        across = right * scales[:, None].astype(np.float64)
+        if 2 * np.vdot(outer[:rank], across) - np.vdot(across, gram[:rank, :rank] @ across) >= least:
+            return _Product(left[:rank], right, (scales / np.float64(unit)).astype("<f4"))
+    return None
 
 
 def _may_hold(rows: np.ndarray, unit: np.float32, rank: int, share: float) -> bool:

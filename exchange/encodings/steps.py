@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tepal.exchange.encodings.codec import bytes_of, chunks
+from tepal.exchange.encodings.codec import LARGEST, bytes_of, chunks
 from tepal.exchange.encodings.coding import from_huffman, gaps_of, in_huffman, longest_in_huffman, most_gaps, places_of
 from tepal.exchange.encodings.sparse import magnitudes, sampled_magnitudes
 
@@ -24,7 +24,6 @@ _MANY = 0.4  # of the places: more values than this are coded together with the 
 _SAMPLE = 1 << 17  # values from which the threshold is computed
 _FEW = 1 << 10  # with fewer of them that are not 0, it is computed from all values
 _PIECE = 1 << 13  # values
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Kept(NamedTuple):
@@ -110,7 +109,7 @@ class Steps:
             codes = [in_huffman(code) for code in written]
             signs = np.packbits(np.delete(steps, of_several) < 0)
         numbers = np.array([len(steps), several, *map(len, codes)], "<u4")
-        step = min(step * self.scale, _LARGEST)
+        step = min(step * self.scale, LARGEST)
         return b"".join([bytes_of(np.array([step, above], "<f4")), bytes_of(numbers), *codes, bytes_of(signs)])
 
     def length(self, shape: tuple[int, ...], data: memoryview) -> int:
@@ -145,7 +144,7 @@ class Steps:
         with np.errstate(all="ignore"):  # step and mean come from the other side
             steps += np.sign(steps) * above
             steps *= step
-            np.clip(steps, -_LARGEST, _LARGEST, out=steps)  # NaN stays
+            np.clip(steps, -LARGEST, LARGEST, out=steps)  # NaN stays
         values = np.zeros(size, np.float32)
         values[places] = steps
         return values.reshape(shape)
@@ -153,7 +152,7 @@ class Steps:
 
 def _step(least: float) -> float:
     """The step of a threshold: a little less, so that the threshold itself is one step, however it is rounded."""
-    return min(least / _DEAD * (1 - 1e-6), _LARGEST)
+    return min(least / _DEAD * (1 - 1e-6), LARGEST)
 
 
 def _scale(kept: Kept, matrices: int, values: Callable[[int], np.ndarray]) -> float:
@@ -265,7 +264,7 @@ def _largest(array: np.ndarray) -> float:
 def bits_of(kept: np.ndarray, size: int) -> float:
     """About how many bits a value has, in the mean, if these magnitudes (ascending) are kept of so many."""
     share = len(kept) / size
-    step = np.float32(min(float(kept[0]) / _DEAD, _LARGEST))
+    step = np.float32(min(float(kept[0]) / _DEAD, LARGEST))
     with np.errstate(over="ignore"):
         levels = np.minimum(kept / step + np.float32(1 - _DEAD), _MOST)
     counts = np.bincount(levels.astype(np.int64))

@@ -66,10 +66,10 @@ class Wire:
             raise ValueError(f"the wire dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
         if not 0 <= self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; it must be between 0 and 1, or 0 for all values")
-        if self.top_k and self.dtype == AUTO:
-            raise ValueError(f"top_k is {self.top_k}; with {AUTO} it must be 0, since {AUTO} chooses how many are sent")
-        if self.top_k and self.dtype in RANKS:
-            raise ValueError(f"top_k is {self.top_k}; with {self.dtype} it must be 0, since it sends whole matrices")
+        if self.top_k and self.dtype in (*RANKS, AUTO):
+            raise ValueError(
+                f"top_k is {self.top_k}; with {self.dtype} it must be 0, since {self.dtype} says how much is sent"
+            )
         if not 0 <= self.left_out < 1:
             raise ValueError(f"left_out is {self.left_out}; it must be at least 0 and less than 1")
         if not self.bits >= 0:

@@ -118,8 +118,7 @@ def _wire_problems(config: RunConfig) -> Iterator[str]:
     for way, dtype, top_k in (("down", wire.down, wire.top_k_down), ("up", wire.up, wire.top_k)):
         if dtype in (*RANKS, AUTO) and top_k:
             key = "wire-top-k-down" if way == "down" else "wire-top-k"
-            does = "chooses how much is sent" if dtype == AUTO else "sends whole matrices"
-            yield f"{key}={top_k:g}, and wire-dtype-{way} is {dtype!r}, which {does}: set {key}=0"
+            yield f"{key}={top_k:g}, and wire-dtype-{way} is {dtype!r}, which says how much is sent: set {key}=0"
     if wire.budget and AUTO not in (wire.down, wire.up):
         yield f"wire-budget={wire.budget!r} applies to {AUTO!r} only: set wire-dtype={AUTO!r}"
 

@@ -584,7 +584,7 @@ def test_another_length_is_refused(change):
     [
         ({"down": "int5"}, "'int5'; it must be one of float32, float16, bfloat16, int8, int4, ternary, sign, rank1, "),
         ({"up": "auto", "top_k": 0.1}, "with auto it must be 0"),
-        ({"down": "rank2", "top_k_down": 0.1}, "with rank2 it must be 0, since it sends whole matrices"),
+        ({"down": "rank2", "top_k_down": 0.1}, "with rank2 it must be 0, since rank2 says how much is sent"),
         ({"budget": 10, "down": "sign"}, "budget is 10; it must be 0, or a number of bytes with down or up 'auto'"),
         ({"budget": -1, "up": "auto"}, "budget is -1"),
         ({"budget": math.nan, "up": "auto"}, "budget is nan"),

@@ -75,6 +75,7 @@ def test_values_reach_their_section():
         ({"model": "linear-attention", "dataset": "local"}, r"set features and outputs \(for example"),
         ({"feature-columns": "age"}, r"is for image-classification, but feature-columns='age' is for numbers: leave"),
         ({"wire-dtype": "auto", "wire-top-k": 0.1}, r"wire-top-k=0.1, and wire-dtype-up is 'auto', .*set wire-top-k=0"),
+        ({"wire-dtype": "rank4", "wire-top-k": 0.1}, r"wire-dtype-up is 'rank4', .*says how much.*set wire-top-k=0"),
         ({"wire-dtype-down": "auto", "wire-top-k-down": 0.1}, r"wire-dtype-down is 'auto', .*set wire-top-k-down=0"),
         ({"wire-budget": "2MB"}, r"wire-budget='2MB' applies to 'auto' only: set wire-dtype='auto'"),
         *(
