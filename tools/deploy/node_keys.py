@@ -46,6 +46,7 @@ class Keys:
         self._seen: set[bytes] = set()
         self._missing: set[bytes] = set()
         self._stamp: object = None
+        self._unanswered = False  # the last update ended before all results were there
         self._logged: set[tuple[str, str]] = set()
 
     def update(self) -> None:
@@ -53,7 +54,7 @@ class Keys:
 
         Raises FleetError when the SuperLink does not answer.
         """
-        from tepal.tools.deploy.fleet import KeyResult, align, read_key
+        from tepal.tools.deploy.fleet import KeyResult, Unreachable, align, read_key
         from tepal.tools.deploy.provision import ProvisionError
 
         try:
@@ -72,7 +73,11 @@ class Keys:
             except (ProvisionError, OSError):  # `align` reports it
                 if name in self._present:
                     present[name] = self._present[name]
-        results = align(self._fleet, self.server)
+        try:
+            results = align(self._fleet, self.server)
+        except Unreachable:
+            self._unanswered = True
+            raise
         unregister, self._missing = vanished(self._seen, present.values(), self._missing)
         for node in self._fleet.node_keys() if unregister else ():
             if node.public_key in unregister and node.status != "unregistered":
@@ -81,6 +86,7 @@ class Keys:
                 results.append(KeyResult(node.name, done))
         for each in results:
             self._log(each)
+        self._unanswered = False
         self._present, self._seen, self._stamp = present, {*present.values(), *self._missing}, stamp
         wrong = {each.site for each in results if each.problem}
         self.names = sorted(name for name in present if name not in wrong)
@@ -92,6 +98,8 @@ class Keys:
             self._logged.add((result.site, result.problem))
         elif not result.done.startswith("was registered"):
             log.info("Node %s: %s.", result.site, result.done)
+        elif self._unanswered and result.site not in self._present:
+            log.info("Node %s: registered.", result.site)  # by the update that was not answered
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

@@ -530,6 +530,32 @@ def test_a_superlink_that_is_away_is_asked_again(folder):
     assert fleet.names() == ["site-0", "site-1"]
 
 
+def test_a_key_whose_registration_was_not_answered_is_logged_when_the_superlink_has_it(folder, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    register = fleet.register
+
+    def answer_is_lost(public_key, name):
+        register(public_key, name)
+        raise Unreachable("timed out")
+
+    monkeypatch.setattr(fleet, "register", answer_is_lost)
+    for _ in range(2):
+        with pytest.raises(Unreachable):
+            keys.update()
+    monkeypatch.undo()
+    assert "registered" not in caplog.text
+    keys.update()
+    (folder.nodes / "site-1.pub").touch()
+    keys.update()
+    assert [line for line in caplog.messages if "registered" in line] == [
+        "Node site-0: registered.", "Node site-1: registered.",
+    ]  # fmt: skip
+    Keys(folder, fleet).update()
+    assert len(caplog.messages) == 2, "a server that is started again registers nothing"
+
+
 # ---- certificates -------------------------------------------------------------------------------------------------
 
 
