@@ -230,7 +230,11 @@ def _not_reached(result: Result) -> str:
         return f"{result.label} finished with no seed that has a target"
     if figure is None:
         reached = result.figures.get("rounds_to_target")
-        return f"the bytes of {result.label} are not known" if reached else f"{result.label} does not reach it"
+        if reached:
+            return f"the bytes of {result.label} are not known"
+        if result.unscored and result.target is not None:
+            return f"{result.label} has no score on {result.target.data}"
+        return f"{result.label} does not reach it"
     return f"{result.label} reaches it with {figure.runs} of {result.aimed} seeds"
 
 

@@ -137,6 +137,12 @@ class Result:
         """How many of the counted runs have a target."""
         return sum(self.target is not None and self.target.at(each.run.seed) is not None for each in self.counted)
 
+    @cached_property
+    def unscored(self) -> bool:
+        """Whether no counted run has a score on the target's data, such as one of personal models on the server's."""
+        own = self.target is not None and self.target.own_tests
+        return bool(self.counted) and not any(each.scores_on(own_tests=own) for each in self.counted)
+
     @property
     def finished(self) -> int:
         return sum(each.run.outcome == "finished" for each in self.runs)
@@ -226,6 +232,11 @@ class Target:
         """What it is a score on, in words."""
         return "the clients' own tests" if self.own_tests else "the server's data"
 
+    @property
+    def of_data(self) -> str:
+        """What it is a score on, as files name it: server or clients."""
+        return "clients" if self.own_tests else "server"
+
 
 def aim(target: Target | None, run: Measured) -> tuple[float | None, bool]:
     """The score that a run is to reach, or None, and whether it is one on the clients' own tests."""
@@ -269,6 +280,11 @@ class Group:
         curves = [result.curve for result in self.variants if result.curve is not None]
         drawn = any((curve.of == "server") is not self.target.own_tests for curve in curves)
         return self.target.score if drawn else None
+
+    @property
+    def score_key(self) -> str:
+        """The figure that its target is compared with: the score on the server's data or on the clients' own tests."""
+        return f"{self.target.of_data if self.target else 'server'}_{self.by.key}"
 
     @property
     def unfinished(self) -> list[Measured]:

@@ -81,10 +81,10 @@ def _scores(by: Measure) -> tuple[Column, Column]:
 def group_columns(group: Group) -> tuple[Column, ...]:
     """The columns that answer a section's question; if it asks none, those of all figures."""
     server, clients = _scores(group.by)
+    of_target = clients if clients.key == group.score_key else server
     match group.section.question:
         case question if question == BYTES:
-            score = clients if group.target and group.target.own_tests else server
-            figures: tuple[Column, ...] = (score, *_TO_TARGET, _TOTAL)
+            figures: tuple[Column, ...] = (of_target, *_TO_TARGET, _TOTAL)
         case question if question == OWN_TESTS:
             figures = (clients, _SPREAD)
         case question if question == DOUBT:

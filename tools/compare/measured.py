@@ -98,11 +98,13 @@ class Measured:
         """
         if target is None:
             return None
+        return next((point for point in self.scores_on(own_tests) if self.by.good(point.score, target)), None)
+
+    def scores_on(self, own_tests: bool) -> tuple[Point, ...]:
+        """The scores of the rounds on the clients' own tests, else on the server's held-out data; () for none."""
         if own_tests:
-            points = self._points(f"clients_{self.by.key}")
-        else:
-            points = self.curve.points if self.curve is not None and self.curve.of == "server" else ()
-        return next((point for point in points if self.by.good(point.score, target)), None)
+            return self._points(f"clients_{self.by.key}")
+        return self.curve.points if self.curve is not None and self.curve.of == "server" else ()
 
     def figures(self, target: float | None, own_tests: bool = False) -> dict[str, float | None]:
         """All figures of the run; None for one that is unknown or does not exist. Arguments as of `reached`."""

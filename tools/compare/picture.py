@@ -133,19 +133,20 @@ def draw(results: Results) -> str:
     many = len(shown) > _MANY
     legend, legend_bottom = _legend(shown, many)
     # The note below the plot is wider than the plot, so it begins below the legend.
-    target = _target_of(results)
+    target, on = _target_of(results)
     axes = _axes(shown, max(_TOP + _PLOT_HEIGHT, legend_bottom - _NOTE + 12), target)
     if target is not None and not 0 <= target <= axes.y_ticks[-1]:
         target = None  # as of an accuracy plus a margin
     note = data_note(shown)
+    spoken_target = [] if target is None else [f"Target: {target:.4f} on {on}."]
     return render(
         "picture.svg.j2",
         TEMPLATES,
         width=_width(results, legend, many),
         height=math.ceil(max(axes.bottom + _BELOW + 17 * (len(note) - 2), axes.bottom + _BELOW, legend_bottom)),
         title=f"{results.by.title} over transferred bytes, {results.comparison.task}",
-        spoken=" ".join((*map(_spoken, shown), *note, *([f"Target: {target:.4f}."] if target is not None else []))),
-        target=target,
+        spoken=" ".join((*map(_spoken, shown), *note, *spoken_target)),
+        target=target, target_on=on,
         many=many,
         looks=looks(result.name for result in shown),
         left=_LEFT, right=_RIGHT, top=_TOP, legend_left=_LEGEND, note_top=axes.bottom + _NOTE,
@@ -166,10 +167,10 @@ def _width(results: Results, legend: Sequence[Mapping[str, Any]], many: bool) ->
     return max(width, math.ceil(_LEGEND + 60 + longest))
 
 
-def _target_of(results: Results) -> float | None:
-    """The target, if all sections have the same."""
-    targets = {group.line for group in results.sections}
-    return targets.pop() if len(targets) == 1 else None
+def _target_of(results: Results) -> tuple[float | None, str]:
+    """The target and the data that it is a score on, if all sections have the same."""
+    targets = {(group.line, group.target.data if group.target else "") for group in results.sections}
+    return targets.pop() if len(targets) == 1 else (None, "")
 
 
 def _axes(results: Sequence[Result], bottom: float, target: float | None) -> _Axes:

@@ -228,9 +228,8 @@ def _marked(text: Cell, group: Group, key: str) -> Cell:
 
 def _bytes_columns(group: Group) -> Sequence[tuple[str, Cell]]:
     to_target = f"{group.target.score:.4f}" if group.target else "target"
-    score = ("server's\ndata", _short(f"server_{group.by.key}"))
-    if group.target and group.target.own_tests:
-        score = ("clients'\nown tests", _short(f"clients_{group.by.key}"))
+    own = group.target is not None and group.target.own_tests
+    score = ("clients'\nown tests" if own else "server's\ndata", _short(group.score_key))
 
     def until(result: Result) -> str:
         figure = result.figures.get("bytes_to_target")

@@ -48,6 +48,7 @@ def _row(result: Result, group: Group, results: Results, best: Mapping[str, str]
         "finished": result.finished,
         **figures,
         f"target_{results.by.key}": group.target and group.target.score,
+        "target_data": group.target and group.target.of_data,
         "reached_target": reached.runs if reached else 0,
         **best,
         **_differences(result, group, results),
@@ -107,6 +108,7 @@ def _run_row(each: Measured, result: Result, group: Group, results: Results) -> 
         **each.figures(target, own_tests),
         **{key: each.doubt[key] for key in _doubt_keys(results)},
         f"target_{results.by.key}": target,
+        "target_data": group.target and group.target.of_data,
     }
 
 

@@ -625,7 +625,8 @@ def test_the_target_is_a_line_in_both_figures_and_in_the_picture(page, folder, s
     [line] = [path for path in svg.iter(f"{SVG}path") if path.get("class") == "target"]
     height = float(re.fullmatch(r"M58 ([\d.]+)H556", line.get("d"))[1])
     assert scale(svg, "end", "y")(height + 4) == pytest.approx(0.72, abs=0.001)
-    assert "target 0.7200" in words(svg) and "Target: 0.7200." in svg.find(f"{SVG}desc").text
+    assert "target 0.7200 on the server's data" in words(svg)
+    assert "Target: 0.7200 on the server's data." in svg.find(f"{SVG}desc").text
     assert "Dotted: the target on the server's data." in page.text
     [line] = Page(seeds / "comparison.html").figures["accuracy-bytes"]["layout"]["shapes"]
     assert line["y0"] == pytest.approx(0.9 * statistics.mean(0.8 + added for added in ADDED.values()))

@@ -5,6 +5,7 @@ import csv
 import pytest
 
 from tepal.tools.compare.answers import answer
+from tepal.tools.compare.bars import draw_bars
 from tepal.tools.compare.comparison import measure, read_comparison
 from tepal.tools.compare.grid.expand import strategies_grid
 from tepal.tools.compare.page import figures
@@ -286,7 +287,11 @@ def test_a_global_baselines_target_is_on_the_servers_data(tmp_path):
     [group] = measure(finish(variants_in(tmp_path, sections))).sections
     assert not group.target.own_tests and group.target.score == pytest.approx(0.7)
     assert group.variants[0].figures["rounds_to_target"] is None
-    assert answer(group).startswith("global's final accuracy less 10 points (0.7000) is reached with 40.0 MB by global")
+    assert answer(group) == (
+        "global's final accuracy less 10 points (0.7000) is reached with 40.0 MB by global, the baseline; own has no "
+        "score on the server's data."
+    )
+    assert "no score on the server&#39;s data" in draw_bars(measure(group.comparison))
 
 
 @pytest.mark.parametrize(
@@ -305,6 +310,9 @@ def test_where_all_models_are_personal_the_target_is_on_the_clients_own_tests(
     assert about_target(found) == f"Target: {said}" and said in (tmp_path / "comparison.md").read_text()
     assert rows_of(tmp_path)[0]["rounds_to_target"] == rounds
     data = "the server's data" if "server" in said else "the clients' own tests"
+    assert f"on {data}.</desc>" in (tmp_path / "comparison.svg").read_text().replace("&#39;", "'")
+    for name in ("comparison.csv", "runs.csv"):
+        assert rows_of(tmp_path, name)[0]["target_data"] == ("server" if "server" in said else "clients")
     assert f"Dotted: the target on {data}." in figures(found)[0].caption
 
 
