@@ -39,6 +39,11 @@ def separated(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
 
 
+def listed(text: str) -> list[str]:
+    """Split a value at its commas, without empty parts."""
+    return [part for part in separated(text) if part]
+
+
 def parse_run_config(arguments: Mapping[str, Value] | Iterable[str]) -> dict[str, Value]:
     """Read run configuration as `flwr run --run-config` takes it: `'lr=0.1 name="x"'` or the path of a TOML file.
 

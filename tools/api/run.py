@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,15 +129,16 @@ class Run:
         """Draw the score over the transferred bytes; each point is a round."""
         from plotly.graph_objects import Figure, Scatter
 
-        by = measured_by(self.rounds)
-        points = list(_points(self.rounds, by.key))
-        curve = Scatter(
-            x=[transferred / 1e6 for transferred, _, _ in points],
-            y=[score for _, score, _ in points],
-            text=[f"round {number}" for _, _, number in points],
-            mode="lines+markers",
-            name=str(self.summary.get("strategy")),
-        )
+        from tepal.report.round_figures import transferred
+
+        by, sent = measured_by(self.rounds), transferred(self.rounds)
+        points = [
+            (nbytes / 1e6, score, f"round {line.round}")
+            for line, nbytes in zip(self.rounds, sent, strict=True)
+            if nbytes is not None and (score := line.value(by.key)) is not None
+        ]
+        x, y, text = zip(*points, strict=True) if points else ((), (), ())
+        curve = Scatter(x=x, y=y, text=text, mode="lines+markers", name=str(self.summary.get("strategy")))
         return Figure(curve).update_layout(xaxis_title="transferred (MB)", yaxis_title=by.name)
 
     def report(self) -> Path:
@@ -162,15 +163,6 @@ def with_pandas() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("tables need pandas: pip install 'tepal[simulation]'") from error
     return pandas
-
-
-def _points(rounds: Sequence[RoundRecord], key: str) -> Iterator[tuple[float, float, int]]:
-    """(bytes up to the end of the round, score, round) of each round with a score."""
-    transferred = 0.0
-    for line in rounds:
-        transferred += add(total([line], "bytes_down"), total([line], "bytes_up")) or 0.0
-        if (score := line.value(key)) is not None:
-            yield transferred, score, line.round
 
 
 def load(path: str | Path = "runs") -> Run:
