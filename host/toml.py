@@ -39,7 +39,7 @@ def separated(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",")) if text.strip() else ()
 
 
-def listed(text: str) -> list[str]:
+def parts_of(text: str) -> list[str]:
     """Split a value at its commas, without empty parts."""
     return [part for part in separated(text) if part]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tepal.host.toml import listed, separated
+from tepal.host.toml import parts_of, separated
 
 _BLOCKS = "blocks."
 
@@ -30,4 +30,4 @@ def patterns_of(run_config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `find_blocks` that a run config sets: `blocks.query-key`, `blocks.layers` and others."""
     given = {key: str(value).strip() for key, value in run_config.items() if key.startswith(_BLOCKS)}
     values = {key.removeprefix(_BLOCKS).replace("-", "_"): value for key, value in given.items() if value}
-    return {key: value if key == "layers" else listed(value) for key, value in values.items()}
+    return {key: value if key == "layers" else parts_of(value) for key, value in values.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -127,8 +127,9 @@ def listed(
             for argument in inspect.signature(strategy.__init__).parameters.values()
             if argument.kind is argument.KEYWORD_ONLY and isinstance(argument.default, bool | int | float | str)
         }
+        helps = {option: _with_keys(_help(strategy, option), name, options) for option in options}
         fields: dict[str, Any] = {
-            option: (_alternatives(annotation)[0], Field(default, description=_help(strategy, option)))
+            option: (_alternatives(annotation)[0], Field(default, description=helps[option]))
             for option, (annotation, default) in options.items()
         }
         fields |= {key: (field.annotation, field) for key, field in (further.model_fields if further else {}).items()}
@@ -187,6 +188,11 @@ def _allowed(annotation: Any) -> str:
 
 def _key(option: str) -> str:
     return "lambda" if option == "lam" else option.replace("_", "-")  # Python does not allow `lambda` as a name
+
+
+def _with_keys(text: str, name: str, options: Collection[str]) -> str:
+    """A text in which options of the strategy, in backquotes, are called by their keys."""
+    return re.sub(r"`(\w+)`", lambda found: f"`{name}.{_key(found[1])}`" if found[1] in options else found[0], text)
 
 
 def _help(strategy: type, option: str) -> str:

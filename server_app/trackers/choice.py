@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tepal.host.toml import listed
+from tepal.host.toml import parts_of
 from tepal.server_app.trackers.group import Trackers
 from tepal.server_app.trackers.mlflow import MLflow, check_mlflow, tracking_uri
 from tepal.server_app.trackers.tensorboard import TensorBoard
@@ -30,7 +30,7 @@ NAMES = tuple(_NEEDED)
 
 def names_of(text: str) -> list[str]:
     """Parse the run config's `trackers`. Raises TrackerError for an unknown one."""
-    names = listed(text)
+    names = parts_of(text)
     for name in names:
         if name not in NAMES:
             raise TrackerError(f"{name!r} is not a tracker: allowed are {', '.join(NAMES)}, with commas between")

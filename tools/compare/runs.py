@@ -21,7 +21,7 @@ from rich.markup import escape
 from tepal import models
 from tepal.host.superlink import RunError
 from tepal.host.text import visible, visible_lines
-from tepal.host.toml import listed
+from tepal.host.toml import parts_of
 from tepal.records.run_directory import held, make_first_free, point_latest_at, read_metrics, write_whole
 from tepal.server_app.config import ConfigError, RunConfig, read_run_config
 from tepal.tools.compare.bars import picture_of
@@ -68,7 +68,7 @@ def strategy_names(text: str) -> list[str]:
     """Parse names of strategies with commas between, or "all". Raises ConfigError for unknown or repeated names."""
     if text.strip() == ALL:
         return list(STRATEGIES)
-    names = listed(text)
+    names = parts_of(text)
     problems = []
     for name in dict.fromkeys(names):
         if name not in STRATEGIES:
@@ -86,7 +86,7 @@ def strategy_names(text: str) -> list[str]:
 
 def seed_numbers(text: str) -> list[int]:
     """Parse seeds: whole numbers with commas between. Raises ConfigError for invalid or repeated ones."""
-    parts = listed(text)
+    parts = parts_of(text)
     try:
         seeds = [int(part) for part in parts]
     except ValueError as error:

@@ -35,7 +35,7 @@ def declared():
             width: W, of the sketch. It is
                 counted in columns.
             lam: λ of its penalty.
-            kind: of hash.
+            kind: of hash, with its `width` and `lam`, and `helper`.
             size: a share, or "all".
             helper: is no option.
             round_options: see `MethodStrategy`.
@@ -61,7 +61,7 @@ def test_the_keys_of_the_run_config_are_the_arguments_with_their_defaults_and_he
     assert [(field.alias, field.default, field.description) for field in fields] == [
         ("sketch.width", 8, "W, of the sketch. It is counted in columns"),
         ("sketch.lambda", 0.5, "λ of its penalty"),
-        ("sketch.kind", "sign", "of hash"),
+        ("sketch.kind", "sign", "of hash, with its `sketch.width` and `sketch.lambda`, and `helper`"),
         ("sketch.size", 0.5, 'a share, or "all"'),
     ]
 
