@@ -24,13 +24,14 @@ from tepal.training.data.inputs import sizes
 log = getLogger("flwr")
 
 
-def read_run_config(values: Mapping[str, Any], clients: int | None = None) -> RunConfig:
+def read_run_config(values: Mapping[str, Any], clients: int | None = None, *, warn: bool = True) -> RunConfig:
     """Check a run config: its keys, their types and ranges, and combinations of keys.
 
     Args:
         values: key → value; keys that are left out have their defaults. `client.<number>.<key>` is a setting of one
             client of a simulation.
         clients: how many a simulation has; None: not known.
+        warn: whether settings that are probably not intended are logged; not again for values that were checked before.
 
     Raises:
         ConfigError: keys are wrong; the message names all of them.
@@ -51,7 +52,7 @@ def read_run_config(values: Mapping[str, Any], clients: int | None = None) -> Ru
         problems = list(contradictions(config))
     if problems:
         raise _invalid(problems)
-    for warning in warnings(config):
+    for warning in warnings(config) if warn else ():
         log.warning(warning)
     return config
 

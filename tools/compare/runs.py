@@ -285,7 +285,7 @@ def _run_one(
         # As for a run without a comparison: for `tepal report runs`, or to resume it.
         point_latest_at(directory, comparison.folder.parent)
 
-    config = read_run_config(comparison.config_of(run))
+    config = read_run_config(comparison.config_of(run), warn=False)  # `check` has warned
     name = f"{comparison.runs.index(run) + 1}/{len(comparison.runs)} {comparison.name(run)}"
     metrics = read_metrics(run.directory) if run.directory and run.checkpointed else []
     done = max((line.round for line in metrics), default=0)

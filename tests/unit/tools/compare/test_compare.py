@@ -369,6 +369,11 @@ def test_what_is_wrong_for_all_strategies_is_said_once(compare):
     assert compare("-c", "seed=-1").output.count("seed=-1") == 1
 
 
+def test_a_setting_that_is_probably_not_intended_is_said_once_and_not_with_each_seed(compare, caplog):
+    assert compare("--strategies", "fedavg,selective", "--seeds", "1,2,3").exit_code == 0
+    assert len(compare.started) == 6 and caplog.text.count("this method is for fine-tuning") == 1
+
+
 @pytest.mark.parametrize(("before", "engine"), [(True, "process"), (False, "auto")])
 def test_a_comparison_that_was_begun_before_there_were_engines_is_read(compare, before, engine):
     folder = kill_in(compare, "fedacs", 1)
