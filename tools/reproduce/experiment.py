@@ -57,7 +57,7 @@ class TrialInputs:
     device: str = ""
 
 
-HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
+HOLDS, FAILS, UNDECIDED, UNTESTED = "holds", "does not hold", "undecided", "not tested"
 """Verdicts on a claim."""
 
 
@@ -68,7 +68,7 @@ class Claim:
     Args:
         text: what the paper claims, as a sentence.
         measured: what was measured about it.
-        verdict: `HOLDS`, `FAILS` or `UNDECIDED`.
+        verdict: `HOLDS`, `FAILS`, `UNDECIDED` or, if what was computed is no test of it, `UNTESTED`.
     """
 
     text: str

@@ -6,7 +6,7 @@ layers. The settings of every selection are searched on examples that the result
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 from tepal.report.page import Figure, empty_plot
 from tepal.tools.reproduce.experiment import (
     WEIGHTS,
-    Claim,
     Experiment,
     Reproduction,
     Trial,
@@ -24,9 +23,10 @@ from tepal.tools.reproduce.experiment import (
     joined,
 )
 from tepal.tools.reproduce.runs import by_setting, trained
+from tepal.tools.reproduce.selective_claims import alike, claims
 from tepal.tools.reproduce.selective_data import CLASSES, domainnet, images, newsgroups, xglue
 from tepal.tools.reproduce.tuning import SEED, search_trials, tuned
-from tepal.tools.reproduce.versus import Scores, ahead, as_good, by_seed, claimed, differences, on_server, versus
+from tepal.tools.reproduce.versus import by_seed, on_server, versus
 from tepal.tools.spaces import Choices, Range, Space
 
 SELECTIONS = ("full", "top", "bottom", "both", "snr", "rgn", "gradient")
@@ -150,6 +150,8 @@ class Selective(Experiment):
         "The learning rate of every selection, for gradients also λ (as a share) and whether budgets are filled, are "
         f"found by the same number of trials of Optuna's TPE sampler with R = {SEARCHED}, and never by test examples "
         "of the results. The paper has one rate, .01, for all, and tunes λ between 1 and 1000 for every data set.",
+        "The paper's λ is absolute. Here it is a share of the largest squared norm that is usual among the clients, "
+        "their median: one client with large gradients does not decide for all.",
         "Gradients of one batch decide on layers; in the authors' code, sums over all batches. Accuracy is that after "
         "the last round; the authors' code records the best of all rounds.",
         "Differences are paired by seed; intervals are Student's at 95 %.",
@@ -223,7 +225,10 @@ class Selective(Experiment):
             papers = {**paper[budget], **{each: of for each, of in paper["1"].items() if each == "full"}}
             parts.append(versus("gradient", runs, scores, title, what=what, paper=papers))
             parts.append(_layers(runs["gradient"], budget))
-            parts.append(Reproduction([], claims=claimed(*_claims(scores, what))))
+            if same := alike("gradient", runs):
+                text = f"{what}: {', '.join(same)} trained the same layers as gradient in every round of every seed."
+                parts.append(Reproduction([], findings=[f"{text} Their rows differ in the settings alone."]))
+            parts.append(Reproduction([], claims=claims(self.kind.full_data, budget, runs, scores)))
         if parts:
             figure = by_setting(lines, "budgets", "By budget", "layers that a client trains", _CAPTION)
             parts.append(Reproduction([], [figure]))
@@ -279,20 +284,7 @@ def _is_run(selection: str, budget: str) -> bool:
     return budget == "1" if selection == "full" else (selection, budget) != ("both", "1")
 
 
-_NEAR = 0.01
-"""A difference of accuracy that counts as small."""
 _CAPTION = "Accuracy on examples that no client has."
-
-
-def _claims(scores: Scores, what: str) -> Iterator[Claim | None]:
-    """The paper's claims on a budget."""
-    gains = differences("gradient", scores)
-    full, others = gains.pop("full", None), gains
-    yield ahead(f"{what}: selection by gradients is better than each other selection.", others)
-    if full:
-        yield as_good(f"{what}: it is as good as training all layers, within {_NEAR}.", {"full": full}, _NEAR)
-    to_bottom = {method: gain for method in scores if (gain := differences(method, scores).get("bottom"))}
-    yield ahead(f"{what}: training the layers next to the input is the worst selection.", to_bottom)
 
 
 def _layers(runs: Mapping[int, Values], budget: str) -> Reproduction:

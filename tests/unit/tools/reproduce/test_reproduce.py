@@ -140,7 +140,8 @@ def test_the_costs_of_the_papers_models_are_the_papers():
     assert len(trials) == 5
     found = {trial.name: experiment.compute(trial, NOWHERE) for trial in trials}
     results = experiment.results(found)
-    for _, parameters, share, up, printed, _ in results.tables[0].rows:
+    for model, parameters, share, printed_share, up, printed, _ in results.tables[0].rows:
+        assert model in ("T5-small", "BART-base") or share == pytest.approx(printed_share, abs=5e-5)
         assert up == pytest.approx(1 - 0.8 * share) and up == pytest.approx(printed, abs=5e-5) and parameters > 10**7
     (claim,) = results.claims
     assert claim.verdict == HOLDS and "Our costs differ from the paper's by at most 0.0000" in claim.measured
