@@ -10,7 +10,8 @@ that are missing.
 
 On the pages the tables stand between `<!-- reproduced: EXPERIMENT -->` and `<!-- end -->`; the verdicts on all claims
 stand in docs/reproduce.md, between `<!-- verdicts -->` and `<!-- end -->`. An experiment has neither before all its
-trials are kept. Claims that nothing was computed for are read from the tables under "## Not tested here".
+trials are kept; its row there says so. Claims that nothing was computed for are read from the tables under "## Not
+tested here".
 """
 
 from __future__ import annotations
@@ -138,7 +139,10 @@ def section(name: str, trials: Trials) -> str:
         return f"*Computed in part: {len(trials)} of {len(trials_of(name))} trials are kept.*"
     experiment, found = EXPERIMENTS[name.removesuffix("-full")], reproduced(name, trials)
     parts = [f"**{table.title}**\n\n{table.markdown()}" for table in found.shown_tables]
-    points = [*found.findings, *about(experiment, name.endswith("-full"), trials)]
+    full = name.endswith("-full")
+    points = [*found.findings, *about(experiment, full, trials)]
+    if not full and experiment.scale(True) != experiment.scale(False):
+        points.append(f"`--full`: {experiment.scale(True)}")
     return "\n\n".join([*parts, "\n".join(f"- {point}" for point in points)])
 
 
@@ -156,6 +160,8 @@ def with_verdicts(index: str, pages: Mapping[Path, str], trials: Mapping[str, Tr
             whole = name in trials and is_whole(name, trials[name])
             claims = reproduced(name, trials[name]).claims if whole else ()
             rows += [f"| {title} | `{name}` | {claim.text} | **{claim.verdict}** |" for claim in claims]
+            if not whole:
+                rows.append(f"| {title} | `{name}` | {EXPERIMENTS[name.removesuffix('-full')].title} | not computed |")
         for line in (line for found in _UNTESTED.finditer(page) for line in found[1].splitlines()):
             rows.append(f"| {title} | | {line.split('|')[1].strip()} | not tested |")
     return _VERDICTS.sub(lambda found: "\n".join([found[1], *rows, "", found[2]]), index)

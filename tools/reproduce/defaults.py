@@ -130,7 +130,8 @@ def _results(choice: Choice, found: Mapping[str, Values]) -> Reproduction:
     ]  # fmt: skip
     headings = ("setting", choice.key, "accuracy", f"less that with {choice.default}, the default")
     finding = [_finding(choice, everywhere)] if everywhere else []
-    return Reproduction([table(f"Accuracy by {choice.key}", headings, rows)], findings=finding)
+    title = f"Accuracy by {choice.key}, {max(len(seeds) for of in by_setting.values() for seeds in of.values())} seeds"
+    return Reproduction([table(title, headings, rows)], findings=finding)
 
 
 def _scores(choice: Choice, setting: str, found: Mapping[str, Values]) -> Scores:

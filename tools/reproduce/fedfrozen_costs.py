@@ -74,7 +74,8 @@ class FedFrozenCosts(Experiment):
     title = "FedFrozen's communication relative to FedAvg"
     paper = "FedFrozen, table of communication costs (arXiv 2605.06446)"
     deviations = (
-        "The models by name include the head of their task; the paper's five do not.",
+        "The models by name include the head of their task; the paper's five do not. A model whose library is not "
+        "installed has no row.",
         "The paper's share of query and key and its relative cost do not agree for T5-small and BART-base: 1 less .8 "
         "of the share is .9192 and .9215.",
     )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tepal.report.page import Figure, add_band, empty_plot
-from tepal.tools.compare.answers import paired
+from tepal.tools.compare.answers import Paired, paired
 from tepal.tools.reproduce.experiment import FAILS, HOLDS, UNDECIDED, Claim, Reproduction, Values, table
 
 WARMUPS, CHOSEN = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0), 0.75
@@ -69,9 +69,22 @@ def against(ours: Losses, others: Losses) -> tuple[str, str]:
     diverged = count - len(mine), count - len(theirs)
     if any(diverged):
         decided = {(0, count): "lower", (count, 0): "higher"}.get(diverged, "undecided")
-        return f"{diverged[0]} and {diverged[1]} of {count} seeds diverged", decided if count > 1 else ""
+        said = f"{diverged[0]} of {count} seeds diverged, of the other {diverged[1]}"
+        return said, decided if count > 1 else ""
     gain = paired(theirs, mine, count, ratio=True)
-    return (gain.text, gain.verdict) if gain else ("not defined", "undecided")
+    return (_factor(gain), gain.verdict) if gain else ("not defined", "undecided")
+
+
+def _factor(gain: Paired) -> str:
+    """A factor with its interval, in four decimals: many are close to 1."""
+
+    def text(value: float) -> str:
+        return f"{value:.4f}" if value < 10 else f"{value:.4g}"
+
+    if gain.interval is None:
+        return text(gain.mean)
+    low, high = map(text, gain.interval)
+    return f"{text(gain.mean)} ({low} to {high}{', undecided' if gain.undecided else ''})"
 
 
 def lower(text: str, factors: Mapping[str, tuple[str, str]]) -> list[Claim]:

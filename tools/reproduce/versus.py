@@ -109,6 +109,18 @@ def as_good(text: str, gains: Mapping[str, Paired], within: float) -> Claim | No
     return Claim(text, measured, FAILS if outside else HOLDS if inside else UNDECIDED) if ends else None
 
 
+def as_most(text: str, gains: Mapping[str, Paired], within: float) -> Claim | None:
+    """The claim that a method scores as most of the others do, up to `within`; arguments as of `ahead`.
+
+    It holds if more than half of the intervals lie within ±`within`, and does not hold if at least half lie outside.
+    """
+    ends, measured, whole = _known(gains)
+    inside = sum(low >= -within and high <= within for low, high in ends)
+    outside = sum(low > within or high < -within for low, high in ends)
+    holds, fails = inside > len(gains) / 2, outside >= len(gains) / 2
+    return Claim(text, measured, FAILS if fails else HOLDS if holds and whole else UNDECIDED) if ends else None
+
+
 def claimed(*claims: Claim | None) -> list[Claim]:
     """The claims that there is a verdict on."""
     return [claim for claim in claims if claim]

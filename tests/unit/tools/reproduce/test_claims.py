@@ -13,7 +13,7 @@ from tepal.tools.compare.answers import paired
 from tepal.tools.reproduce import experiment
 from tepal.tools.reproduce.experiment import FAILS, HOLDS, UNDECIDED, Claim, Reproduction, Trial, claims_table, table
 from tepal.tools.reproduce.runner import EXPERIMENTS, reproduce
-from tepal.tools.reproduce.versus import ahead, as_good
+from tepal.tools.reproduce.versus import ahead, as_good, as_most
 from tests.packages import ROOT
 
 PAGES = sorted((ROOT / "docs" / "papers").glob("*.md"))
@@ -64,6 +64,21 @@ def test_being_ahead_by_more_than_a_number_needs_the_whole_interval_beyond_it():
 def test_methods_are_alike_if_their_interval_is_narrow_enough(intervals, verdict):
     gains = {f"method {k}": gain(*each) for k, each in enumerate(intervals)}
     assert as_good("As good.", gains, 0.005).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("intervals", "verdict"),
+    [
+        ([(-0.004, 0.005), (-0.001, 0.001), (0.1, 0.2)], HOLDS),
+        ([(-0.004, 0.005), (-0.004, 0.006), (0.1, 0.2)], UNDECIDED),
+        ([(-0.004, 0.005), (-0.2, -0.1), (0.1, 0.2)], FAILS),
+        ([(-0.004, 0.005), (0.1, 0.2)], FAILS),
+        ([(-0.004, 0.005), (-0.004, 0.006)], UNDECIDED),
+    ],
+)
+def test_a_method_is_like_most_others_if_more_than_half_of_the_intervals_are_narrow_enough(intervals, verdict):
+    gains = {f"method {k}": gain(*each) for k, each in enumerate(intervals)}
+    assert as_most("As most.", gains, 0.005).verdict == verdict
 
 
 def test_without_an_interval_there_is_no_verdict():
@@ -255,7 +270,11 @@ def test_claims_that_nothing_was_computed_for_are_in_the_index(papers, tmp_path)
     )
     index = papers["with_verdicts"]("a\n<!-- verdicts -->\nold\n<!-- end -->\nb\n", {tmp_path / "it.md": page}, {})
     rows = [line for line in index.splitlines() if line.startswith("| [")]
-    assert rows == [f"| [A paper](papers/it.md) | | {text} | not tested |" for text in ("It is fast.", "It is good.")]
+    toy = EXPERIMENTS["ensemble-toy"].title
+    assert rows == [
+        f"| [A paper](papers/it.md) | `ensemble-toy` | {toy} | not computed |",
+        *(f"| [A paper](papers/it.md) | | {text} | not tested |" for text in ("It is fast.", "It is good.")),
+    ]
     assert index.startswith("a\n<!-- verdicts -->\n") and index.endswith("<!-- end -->\nb\n") and "old" not in index
     assert "*Not computed yet.*" in papers["with_tables"](page, {})
 

@@ -44,7 +44,7 @@ def test_cifar_100_is_compared_iid_alone():
     found = {f"{name}-{seed}": values(score + 0.001 * seed, settings={})
              for name, score in {"fedavg-iid": 0.2, "fedensemble-iid": 0.25}.items() for seed in (1, 2)}  # fmt: skip
     results = EnsembleCifar100().results(found)
-    assert [table.title for table in results.tables] == ["Accuracy, iid, 2 seeds", "Accuracy by modes, iid"]
+    assert [table.title for table in results.tables] == ["Accuracy, iid, 2 seeds", "Accuracy by modes, iid, 2 seeds"]
     assert [claim.verdict for claim in results.claims] == ["holds"]
 
 

@@ -216,6 +216,17 @@ def test_the_toys_differences_are_paired_by_draw():
         "The bias is not shown to differ from that at K = 1 for K = 2",
     ]
     assert [claim.verdict for claim in results.claims] == ["holds", "does not hold"]
+    further = {20: [0.03, 0.05, 0.04, 0.05, 0.04], 40: [0.0299, 0.0498, 0.0399, 0.0499, 0.0398]}
+    found |= {
+        f"modes-{k}-{seed}": {"bias": 0.2, "variance": of[place]} for k, of in further.items()
+        for place, seed in enumerate(draws)
+    }  # fmt: skip
+    claims = {claim.text: claim for claim in EnsembleToy().results(found).claims}
+    slower = claims["It falls more slowly than 1/K (here: 40 times that of K = 40, less that of K = 1)."]
+    assert slower.verdict == "holds" and slower.measured.startswith(f"{40 * np.mean(further[40]) - 0.7:+.4f}")
+    assert claims["From K = 20 to 40 it falls by at most .0003 (.0045 to .0042)."].verdict == "holds"
+    falls = claims["The variance falls from each K to the next up to 20 (.0496 to .0045)."]
+    assert "K = 20" in falls.measured and "K = 40" not in falls.measured
 
 
 @pytest.mark.long

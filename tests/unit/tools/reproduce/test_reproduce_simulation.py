@@ -281,18 +281,19 @@ def test_losses_are_compared_as_factors_seed_by_seed_with_student_s_interval():
     logarithms = np.log(np.divide(ours, others))
     half = 2.776445 * np.std(logarithms, ddof=1) / math.sqrt(5)  # Student's t of four degrees of freedom
     mean, low, high = np.exp([logarithms.mean(), logarithms.mean() - half, logarithms.mean() + half])
-    assert against(ours, others) == (f"{mean:.3g} ({low:.3g} to {high:.3g})", "lower")
+    assert against(ours, others) == (f"{mean:.4f} ({low:.4f} to {high:.4f})", "lower")
     assert against(others, ours)[1] == "higher"
     text, verdict = against([1.0, 3.0, 2.0], [2.0, 2.0, 2.0])
     assert verdict == "undecided" and text.endswith(", undecided)")
-    assert against([1.0], [2.0]) == ("0.5", "")
+    assert against([1.0], [2.0]) == ("0.5000", "")
+    assert against([36.0, 36.0], [1.0, 1.0]) == ("36 (36 to 36)", "higher")
 
 
 def test_where_seeds_diverged_no_factor_is_given():
-    assert against([1.0, 2.0], [None, 1e12]) == ("0 and 2 of 2 seeds diverged", "lower")
-    assert against([None, math.nan], [1.0, 2.0]) == ("2 and 0 of 2 seeds diverged", "higher")
-    assert against([1.0, 2.0], [None, 2.0]) == ("0 and 1 of 2 seeds diverged", "undecided")
-    assert against([1.0], [None]) == ("0 and 1 of 1 seeds diverged", "")
+    assert against([1.0, 2.0], [None, 1e12]) == ("0 of 2 seeds diverged, of the other 2", "lower")
+    assert against([None, math.nan], [1.0, 2.0]) == ("2 of 2 seeds diverged, of the other 0", "higher")
+    assert against([1.0, 2.0], [None, 2.0]) == ("0 of 2 seeds diverged, of the other 1", "undecided")
+    assert against([1.0], [None]) == ("0 of 1 seeds diverged, of the other 1", "")
 
 
 @pytest.mark.long
@@ -337,29 +338,30 @@ def test_what_is_told_follows_from_the_numbers():
     results = FedFrozenSimulation().results(found)
     findings = "\n".join(results.findings)
     assert "ρ = 2: the least median loss is at T_warm/T = 1, 1 (never frozen 1, frozen from the start 6): freezing in "
-    assert "never freezing: 3 (3 to 3); of freezing from the start: 0.5 (0.5 to 0.5)." in findings
+    assert "never freezing: 3.0000 (3.0000 to 3.0000); of freezing from the start: 0.5000 (0.5000 to 0.50" in findings
     assert "Freezing in between is not shown to be better than both ends" in findings
-    assert "FedAvg's: 3 (3 to 3) at E = 20; 9 (9 to 9) at E = 40." in findings
+    assert "FedAvg's: 3.0000 (3.0000 to 3.0000) at E = 20; 9.0000 (9.0000 to 9.0000) at E = 40." in findings
     assert "ρ = 2, median losses in increasing order: FedAvg 1, FedProx 2.5, SCAFFOLD 2.5, FedFrozen 3." in findings
-    assert "FedFrozen's as a factor of FedAvg's: 3 (3 to 3); FedProx's: 1.2 (1.2 to 1.2); SCAFFOLD's: 1.2" in findings
+    assert "FedFrozen's as a factor of FedAvg's: 3.0000 (3.0000 to 3.0000); FedProx's: 1.2000 (1.2" in findings
+    assert "SCAFFOLD's: 1.2000" in findings
     assert "1 (FedFrozen), 1 (FedAvg), 1.667 (FedProx)" in findings
     assert "The loss is least at λ = 100: 2" in findings
     assert "The drift is least at λ = 0.001: 1; at λ = 100 it is 4 (medians)" in findings
-    assert "As a factor of that at λ = 0.001: 4 (4 to 4) at 100" in findings
+    assert "As a factor of that at λ = 0.001: 4.0000 (4.0000 to 4.0000) at 100" in findings
     assert "h_λ of FedAvg changes from 3 to diverged, rises in 1 of 2 rounds and is least in round 1" in findings
-    assert "as a factor of that in round 1: 1 and 0 of 2 seeds diverged; that at the start: 1 and 0 of 2" in findings
+    assert "that in round 1: 1 of 2 seeds diverged, of the other 0; that at the start: 1 of 2" in findings
     assert "to a relative difference of 1e-06" in findings
     assert "for the steepest client: 4 at η = 0.0002, ρ = 1; 4 at η = 0.0002, ρ = 2." in findings
     assert [(claim.text.split(":")[0], claim.measured, claim.verdict) for claim in results.claims] == [
-        ("ρ = 1", "3 (3 to 3)", FAILS),
-        ("ρ = 2", "3 (3 to 3)", FAILS),
+        ("ρ = 1", "3.0000 (3.0000 to 3.0000)", FAILS),
+        ("ρ = 2", "3.0000 (3.0000 to 3.0000)", FAILS),
         ("The more local steps E, the lower FedFrozen's loss is as a factor of FedAvg's.",
-         "E = 20 to 40: 3 (3 to 3)", FAILS),
+         "E = 20 to 40: 3.0000 (3.0000 to 3.0000)", FAILS),
         ("From ρ = 1 to 2 FedFrozen's loss grows by a lower factor than the others'.",
-         "less than FedAvg's: 1 (1 to 1, undecided); less than FedProx's: 0.6 (0.6 to 0.6); "
-         "less than SCAFFOLD's: 0.6 (0.6 to 0.6)", UNDECIDED),
-        ("ρ = 2", "the least as a factor of the start: 0.333 (0.333 to 0.333); "
-         "the least as a factor of the end: 0 and 1 of 2 seeds diverged", UNDECIDED),
+         "less than FedAvg's: 1.0000 (1.0000 to 1.0000, undecided); less than FedProx's: 0.6000 (0.6000 to 0.6000); "
+         "less than SCAFFOLD's: 0.6000 (0.6000 to 0.6000)", UNDECIDED),
+        ("ρ = 2", "the least as a factor of the start: 0.3333 (0.3333 to 0.3333); "
+         "the least as a factor of the end: 0 of 2 seeds diverged, of the other 1", UNDECIDED),
     ]  # fmt: skip
     assert {figure.key for figure in results.figures} == {
         "warmup", "heat", "steps", "rho", "ridge-loss", "ridge-drift", "profile-2",
