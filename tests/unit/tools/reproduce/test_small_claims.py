@@ -43,7 +43,7 @@ def test_fed_ensemble_is_above_fedavg_with_two_labels_a_client(tmp_path, dataset
                        "local-steps": 6}  # fmt: skip
         curve = measured(config, 40 if dataset == "digits" else 50, tmp_path / method)["curve"]
         scores[method] = np.mean([score for number, score in curve[-2:]])
-    assert scores["fedensemble"] > scores["fedavg"], scores
+    assert scores["fedensemble"] > scores["fedavg"] + 0.005, scores
 
 
 @pytest.mark.parametrize("dataset", ["digits", "fashion-mnist"])
@@ -55,7 +55,7 @@ def test_fedacs_is_above_fedavg_with_two_classes_a_client(tmp_path, dataset):
         if dataset != "digits":
             config |= {"local-steps": 8}
         scores[method] = measured(config, 20, tmp_path / method)["clients"]
-    assert scores["fedacs"] > scores["fedavg"] + 0.1, scores
+    assert scores["fedacs"] > scores["fedavg"] + 0.2, scores
 
 
 def digits(examples=1797):
