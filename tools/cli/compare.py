@@ -77,7 +77,7 @@ def compare_command(
     ] = None,
     cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
     gpus: Annotated[float | None, typer.Option(min=0, help=GPUS, show_default="0")] = None,
-    memory: Annotated[float, typer.Option(min=0, help=MEMORY)] = 0,
+    memory: Annotated[float | None, typer.Option(min=0, help=MEMORY, show_default="0")] = None,
     engine: Annotated[str | None, typer.Option(help=ENGINE, show_default=AUTO)] = None,
     ray: Ray = None,
     verbose: Verbose = False,
@@ -113,9 +113,10 @@ def compare_command(
         comparison.target = comparison.target if target is None else _target(target)
         comparison.cpus = comparison.cpus if cpus is None else cpus
         comparison.gpus = comparison.gpus if gpus is None else gpus
+        comparison.memory = comparison.memory if memory is None else memory
         comparison.engine = engine or comparison.engine
         resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
-        resources["memory"] = memory
+        resources.update(memory=memory or 0, kept_memory=comparison.memory)
         with runner_for(ray, comparison.engine, app, engine_for, asked=engine, **resources) as simulated:  # of all runs
             simulated.start_ahead()
             where = "" if variants is None else f"{variants}: "
@@ -128,18 +129,22 @@ def compare_command(
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
             def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
-                return run_once(simulated.run, config, progress, console, verbose, on_run)
+                return run_once(simulated.run, config, progress, console, verbose, on_run, simulated.options)
 
             try:
                 run_all(
                     comparison, start, console=console, errors=errors, at_once=simulated.at_once, stop=simulated.stop
                 )
             except SystemExit:  # of SIGTERM or SIGHUP
-                hint = f"Resume it with `tepal compare --resume {comparison.folder}`"
+                command = f"tepal compare --resume {comparison.folder} {simulated.options}"
+                hint = f"Resume it with `{command.strip()}`"
                 console.print(hint, markup=False, highlight=False, soft_wrap=True)
                 raise
         console.print(comparison_table(measure(comparison)), soft_wrap=True)
     outcomes = {run.outcome for run in comparison.runs}
+    if outcomes != {"finished"} and simulated.options:
+        hint = f"To resume on the same cluster, add {simulated.options}"
+        console.print(hint, markup=False, highlight=False, soft_wrap=True)
     if "stopped" in outcomes:
         raise typer.Exit(130)  # as shells do for a command that Ctrl-C ended
     if outcomes != {"finished"}:

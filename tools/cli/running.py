@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tepal.host.superlink import EndedRun, RunError
+from tepal.host.superlink import RunError
 from tepal.host.toml import Value
 from tepal.records.run_directory import make_first_free, read_metrics, read_summary
 from tepal.tools.cli import reported
@@ -59,6 +59,7 @@ def runner_for(
     cpus: float | None,
     gpus: float = 0,
     memory: float = 0,
+    kept_memory: float = 0,
     asked: str | None = None,
     spread: bool = False,
 ) -> AbstractContextManager[Runner]:
@@ -72,6 +73,7 @@ def runner_for(
         clients: number of clients.
         cpus, gpus: of each client that trains; on a cluster of each run.
         memory: gigabytes of each run on a cluster.
+        kept_memory: the same if `memory` is 0, of a comparison that is resumed, perhaps on this machine.
         asked: value of `--engine`.
         spread: whether the clients of a run are to train on all machines of the cluster.
 
@@ -90,7 +92,7 @@ def runner_for(
         return here(engine, app, clients=clients, cpus=cpus, gpus=gpus)
     from tepal.tools.cluster.engine import engine_on
 
-    return engine_on(address, app, clients=clients, cpus=cpus, gpus=gpus, memory=memory, spread=spread)
+    return engine_on(address, app, clients=clients, cpus=cpus, gpus=gpus, memory=memory or kept_memory, spread=spread)
 
 
 def _not_on_a_cluster(address: str, app: Path, asked: str | None) -> str:
@@ -104,14 +106,15 @@ def _not_on_a_cluster(address: str, app: Path, asked: str | None) -> str:
     return ""
 
 
-def run_and_show(start: Callable[..., EndedRun], config: RunConfig, console: Console, verbose: bool) -> None:
-    """Run once, and show the progress and the final table."""
+def run_and_show(engine: Runner, config: RunConfig, console: Console, verbose: bool) -> None:
+    """Run once with an engine, and show the progress and the final table."""
     begun: list[Path] = []
     try:
         with RoundProgress(config.rounds.num_server_rounds, console=console) as progress:
-            run = run_once(start, config, progress, console, verbose, begun.append)
+            run = run_once(engine.run, config, progress, console, verbose, begun.append, engine.options)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C; SIGTERM and SIGHUP
-        console.print(resume_hint(begun[0]) if begun else "", markup=False, highlight=False, soft_wrap=True)
+        hint = resume_hint(begun[0], engine.options) if begun else ""
+        console.print(hint, markup=False, highlight=False, soft_wrap=True)
         raise
     summary = read_summary(run)
     if summary is not None:

@@ -66,7 +66,7 @@ def simulate_command(
             simulated.cache = cache_of(config)
         console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
         if ours:
-            run_and_show(simulated.run, config, console, verbose)
+            run_and_show(simulated, config, console, verbose)
         else:
             assert isinstance(simulated, Engine)  # only Tepal's own app runs elsewhere
             run_other(simulated, given, console)
@@ -107,4 +107,4 @@ def loopback_command(
             )
         check_clients(config, clients, parts=not node_configs)
         with LoopbackEngine(app, clients, node_configs, cache=cache_of(config)) as engine:
-            run_and_show(engine.run, config, console, verbose)
+            run_and_show(engine, config, console, verbose)

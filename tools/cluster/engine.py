@@ -31,7 +31,7 @@ from tepal.records.run_directory import (
 )
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.inputs import caches_for
-from tepal.tools.cluster.job import MEMORY, PROCESS, Job, JobFailed, Place, done
+from tepal.tools.cluster.job import MEMORY, PROCESS, Job, JobFailed, Place, done, noted
 from tepal.tools.cluster.spread import SpreadEngine
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.paths import files_in, with_paths
@@ -61,6 +61,8 @@ class ClusterEngine(Runner):
         self._cluster = cluster
         self.at_once = cluster.at_once
 
+        self.options = f"--ray {cluster.address}"
+
     @property
     def description(self) -> str:
         return self._cluster.description
@@ -89,8 +91,7 @@ class ClusterEngine(Runner):
         with log.open("a", encoding="utf-8") as lines, _mine(directory, log):
 
             def pass_on(kind: str, text: str) -> None:
-                if kind == "log":
-                    print(text, file=lines, flush=True)
+                print(text if kind == "log" else noted(text), file=lines, flush=True)
                 tell("note" if kind == "stage" else kind, text)  # stages are shown before a run has its directory
 
             try:

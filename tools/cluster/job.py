@@ -38,6 +38,11 @@ PROCESS, MEMORY = "process", "memory"
 """Kinds of failures: the job's process ended; its machine had too little memory for it."""
 
 
+def noted(text: str) -> str:
+    """A line for a run's log on the machine of a job, as Flower's own lines are."""
+    return f"INFO : Ray cluster: {text}"
+
+
 class JobFailed(RuntimeError):
     """A job failed. `kind`: class of the exception there, `PROCESS`, `MEMORY`, or "" if machines failed."""
 

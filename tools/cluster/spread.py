@@ -22,7 +22,7 @@ from tepal.host.superlink import EndedRun, Listener, RunError
 from tepal.host.toml import Value, parse_run_config
 from tepal.tools.cluster.connection import Cluster, ClusterLost
 from tepal.tools.cluster.inputs import caches_for
-from tepal.tools.cluster.job import Job, JobFailed, Place, done
+from tepal.tools.cluster.job import Job, JobFailed, Place, done, noted
 from tepal.tools.paths import files_in, with_paths
 from tepal.tools.simulation.engine import Runner, RunStopped
 from tepal.tools.simulation.process_engine import ProcessEngine
@@ -51,6 +51,7 @@ class SpreadEngine(Runner):
         self._folder = self._opened.enter_context(_own_folder())
         others = {"asks": str(self._folder), "workers": self._count}
         self._server = ProcessEngine(app, clients, others=others)
+        self.options = f"--ray {cluster.address} --spread"
 
     @property
     def description(self) -> str:
@@ -137,7 +138,7 @@ class _Workers:
         self._threads = list[threading.Thread]()
         self._telling = threading.Lock()
         self.printed = folder / "printed"
-        """The lines that the clients' processes have printed, in the order of their arrival."""
+        """Lines that the clients' processes have printed, and on their machines, in the order of their arrival."""
         self.printed.write_bytes(b"")
         self.lost: ClusterLost | None = None
 
@@ -179,9 +180,9 @@ class _Workers:
 
     def _follow(self, folder: Path, job: Job) -> None:
         def tell(kind: str, text: str) -> None:
+            with self._telling, self.printed.open("a", encoding="utf-8") as lines:
+                print(text if kind == "log" else noted(f"place {folder.name}: {text}"), file=lines)
             if kind == "log":
-                with self._telling, self.printed.open("a", encoding="utf-8") as lines:
-                    print(text, file=lines)
                 return
             if kind == "note":  # it begins again elsewhere
                 (folder / READY).unlink(missing_ok=True)
@@ -198,7 +199,7 @@ class _Workers:
             why = str(error) if isinstance(error, JobFailed) else f"{type(error).__name__}: {error}"
             if isinstance(error, JobFailed) and error.kind and (folder / READY).exists():
                 (folder / CRASHED).touch()
-            self._tell("note", f"{why}; no client trains there any more")
+            tell("note", f"{why}; no client trains there any more")
         finally:
             with replacing(folder / GONE) as partial:
                 partial.write_text(why, encoding="utf-8")

@@ -64,7 +64,8 @@ class Comparison:
         runs: Every strategy or variant with every seed.
         run_config: The run config of all runs, without `OWN_KEYS`; a variant's own keys are in its section.
         clients: The number of simulated clients.
-        cpus, gpus: Resources of each client, as of `tepal compare`.
+        cpus, gpus: Resources of each client, as of `tepal compare`; on a cluster of each run.
+        memory: Gigabytes of each run on a cluster.
         engine: What simulates the clients.
         target: The score until which bytes, rounds and time are counted, or the text of a `FinalScore`; None:
             `target_of`.
@@ -77,6 +78,7 @@ class Comparison:
     clients: int
     cpus: float | None = None
     gpus: float = 0
+    memory: float = 0
     engine: str = AUTO
     target: float | str | None = None
     sections: Sequence[Section] = ()
@@ -193,7 +195,10 @@ class Comparison:
         """Write `comparison.json`. Raises OSError, naming the file, where it cannot be written."""
         names = [each.name for each in fields(self) if each.name not in ("folder", "runs", "sections")]
         plan = {name: getattr(self, name) for name in names}
-        if self.sections:  # earlier versions know no sections, and read what has none
+        # Earlier versions know neither sections nor memory, and read what has none.
+        if not self.memory:
+            del plan["memory"]
+        if self.sections:
             plan["sections"] = [section.to_dict() for section in self.sections]
         cells = [{**run.to_dict(), "run": run.directory.name if run.directory else None} for run in self.runs]
         write_whole(self.folder / PLAN, (json.dumps({**plan, "cells": cells}, indent=2) + "\n").encode())

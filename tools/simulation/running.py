@@ -95,8 +95,18 @@ def run_once(
     console: Console,
     verbose: bool,
     on_run: Callable[[Path], None],
+    options: str = "",
 ) -> Path:
-    """Run once with an engine; return the run directory. `on_run` is called with it when it is made."""
+    """Run once with an engine; return the run directory.
+
+    Args:
+        start: the engine's method.
+        config: of the run.
+        progress: shows it.
+        console: where Flower's log is shown if `verbose`.
+        on_run: called with the run directory when it is made.
+        options: of the engine, for the hint at how to resume the run.
+    """
     resumed, runs = places(config)
     done = threading.Event()
     found: list[Path] = []
@@ -131,7 +141,7 @@ def run_once(
         if not found:
             raise  # the message has the path of the log
         kept = keep_log(log, found[0])
-        said = [error.reason, f"Results so far: {found[0]}", resume_hint(found[0])]
+        said = [error.reason, f"Results so far: {found[0]}", resume_hint(found[0], options)]
         raise RunError("\n".join(filter(None, said)), kept) from error
     finally:
         done.set()
@@ -167,6 +177,7 @@ def cache_in(runs: Path) -> Path:
     return Path(os.environ.get("TEPAL_CACHE") or runs / _CLIENTS)
 
 
-def resume_hint(run: Path) -> str:
-    """Return how to resume a run; "" without a checkpoint."""
-    return f"Resume it with -c 'resume=\"{run}\"'" if any((run / CHECKPOINTS).glob("round-*")) else ""
+def resume_hint(run: Path, options: str = "") -> str:
+    """Return how to resume a run with an engine's options; "" without a checkpoint."""
+    said = " ".join(filter(None, (f"Resume it with -c 'resume=\"{run}\"'", options)))
+    return said if any((run / CHECKPOINTS).glob("round-*")) else ""

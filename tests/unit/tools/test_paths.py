@@ -221,6 +221,17 @@ def test_with_an_address_they_are_on_the_cluster(here, monkeypatch):
     assert asked == [((to, ROOT), resources) for to in ("far:1", "near:2")]
 
 
+def test_the_memory_that_a_comparison_had_is_for_a_cluster_alone(here, monkeypatch):
+    """And an option comes before it."""
+    monkeypatch.setattr(on_cluster, "engine_on", lambda *_, memory, **__: memory)
+    given = {"clients": 3, "cpus": 1, "kept_memory": 4.5}
+    assert runner_for("far:1", "auto", ROOT, pytest.fail, **given) == 4.5
+    assert runner_for("far:1", "auto", ROOT, pytest.fail, **given, memory=2) == 2
+    assert runner_for("none", "auto", ROOT, lambda *_, **resources: "memory" in resources, **given) is False
+    monkeypatch.setenv("RAY_ADDRESS", "near:2")
+    assert runner_for(None, "ray", ROOT, lambda *_, **__: "here", **given, asked="ray") == "here"
+
+
 def test_options_that_contradict_a_cluster_are_refused(here):
     with pytest.raises(ValueError, match=r"--engine ray is for this machine, and --ray far:1 for others"):
         engine_of("far:1", "ray")

@@ -44,7 +44,9 @@ def engine(monkeypatch):
     monkeypatch.setattr(inputs_module, "_code", lambda _copy: None)
     monkeypatch.delenv("TEPAL_CACHE", raising=False)
     with Inputs() as inputs:
-        cluster = SimpleNamespace(inputs=inputs, cpus=2.0, at_once=5, description="Engine: far", stopped=Event())
+        cluster = SimpleNamespace(
+            inputs=inputs, cpus=2.0, at_once=5, description="Engine: far", stopped=Event(), address="far:1"
+        )  # fmt: skip
         with ClusterEngine(own_app(), 3, cluster) as made:
             yield made
 
@@ -110,7 +112,7 @@ def test_a_run_to_resume_that_is_not_there_is_refused(engine, jobs, config, tmp_
 
 
 def test_as_many_runs_at_once_as_the_cluster_has_room_for(engine):
-    assert (engine.at_once, engine.description) == (5, "Engine: far")
+    assert (engine.at_once, engine.description, engine.options) == (5, "Engine: far", "--ray far:1")
 
 
 def test_a_run_that_another_process_has_is_refused(engine, jobs, config, tmp_path):
@@ -123,13 +125,16 @@ def test_a_run_that_another_process_has_is_refused(engine, jobs, config, tmp_pat
 # --- how it ends ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_tells_is_passed_on_and_its_lines_are_logged(engine, jobs, config, tmp_path):
+def test_what_a_run_tells_is_passed_on_and_logged(engine, jobs, config, tmp_path):
     told, events = [], [("stage", "on far"), ("log", "INFO : one"), ("note", "far was lost"), ("log", "two")]
     jobs.ends = lambda job, tell: [tell(*event) for event in events]
     log = tmp_path / "a.log"
     engine.run(config, on_event=lambda *event: told.append(event), log=log)
     (kept, *others) = told
-    assert others == [("note", "on far"), *events[1:]] and log.read_text() == "INFO : one\ntwo\n"
+    assert others == [("note", "on far"), *events[1:]]
+    assert log.read_text().splitlines() == [
+        "INFO : Ray cluster: on far", "INFO : one", "INFO : Ray cluster: far was lost", "two",
+    ]  # fmt: skip
     assert kept[0] == "log" and Path(kept[1].partition(KEPT_IN)[2]).parent == tmp_path / "runs"
 
 

@@ -109,6 +109,7 @@ def test_each_place_has_a_job_that_is_sent_messages_and_sends_replies(engine, jo
     assert engine.description == (
         "Engine: Ray cluster here:1: 2 machines with 9 cores; the server here, 3 clients at once, each with 2 cores"
     )
+    assert engine.options == "--ray here:1 --spread"
     told = []
     Server.does = staticmethod(lambda folder: until(lambda: states(folder) == [True] * 3))
     ended = engine.run(config, on_event=lambda *event: told.append(event), log=tmp_path / "a.log")
@@ -161,7 +162,13 @@ def test_a_worker_is_ready_when_it_says_so_until_its_machine_is_lost_or_it_fails
     jobs.do, Server.does = do, staticmethod(does)
     engine.run(config, on_event=lambda *event: told.append(event), log=tmp_path / "a.log")
     assert ("note", f"{failed}; no client trains there any more") in told
-    assert (tmp_path / "a.log").read_text() == "the server's\nClient 1 trains\n"
+    first, *lines = (tmp_path / "a.log").read_text().splitlines()
+    noted = "INFO : Ray cluster: place"
+    assert first == "the server's" and sorted(lines) == sorted([
+        f"{noted} 0: waits for a machine with room", f"{noted} 1: on far", f"{noted} 2: on far",
+        f"{noted} 1: far was lost; it goes on elsewhere", f"{noted} 1: on far", "Client 1 trains",
+        f"{noted} 2: {failed}; no client trains there any more",
+    ])  # fmt: skip
     assert not [thread for thread in threading.enumerate() if "_follow" in thread.name]
 
 
