@@ -36,20 +36,22 @@ def doctor_command(
         typer.Option(min=1, max=65535, help="a port that must be free; may be repeated", show_default="a server's"),
     ] = None,
     ray: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="a Ray cluster, whose machines must have the versions of this one")
-    ] = "",
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="a Ray cluster, HOST:PORT or auto, whose machines must have this one's versions; none: no cluster",
+            show_default="$RAY_ADDRESS",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this installation and its machine. The exit status is 1 if there is a problem."""
+    from tepal.tools.cluster.connection import address_of
     from tepal.tools.dashboard.printed import console
     from tepal.tools.deploy.doctor import PROBLEM, examine, findings_table
 
-    address = ""
-    if ray:
-        from tepal.tools.cluster.connection import address_of
-
-        with reported():
-            address = address_of(ray)
+    with reported():
+        address = address_of(ray)
     with Console(stderr=True).status("checking …"):
         findings = list(
             examine(

@@ -184,6 +184,15 @@ def connected(address: str, cpus: float | None = None, gpus: float = 0, memory: 
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_cluster(address, error) from error
+    except ray.exceptions.AuthenticationError as error:
+        reason = _first_line(error).partition(". ")[0]
+        raise RunError(
+            f"--ray {address}: the cluster and this machine do not have the same token ({reason}). Where "
+            "RAY_AUTH_MODE is token, all machines need it: write what `ray get-auth-token` prints on the head to "
+            "~/.ray/auth_token here, or set RAY_AUTH_TOKEN to it"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise _no_cluster(address, error) from error
     try:
         nodes = _nodes()
         with exit_on_signals(), Inputs() as inputs:  # Ray has set a handler for SIGTERM, and none for SIGHUP

@@ -42,6 +42,10 @@ RESULT_FILE = f"{RESULT}/result.json"
 MOST = 64 * 2**20
 """Bytes of files in one answer, if more than one file has changed."""
 
+_COMPARED = (
+    "flwr", "flwr-datasets", "numpy", "pydantic", "ray", "safetensors", "scikit-learn", "torch", "torchvision",
+    "transformers",
+)  # fmt: skip
 _PARTIAL = ".writing-"  # how the names of files and folders begin that are being written, as in `tepal.host.files`
 _LOCK = ".lock"
 _UNNAMED = f"{_PARTIAL}lock"
@@ -274,7 +278,7 @@ class Machine:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what runs need, on this machine."""
+    """Versions of Python and of what runs need or may need, on this machine; "missing" for what it does not have."""
 
     def of(package: str) -> str:
         try:
@@ -282,7 +286,7 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             return "missing"
 
-    return {"python": python_version(), **{package: of(package) for package in ("flwr", "numpy", "ray", "torch")}}
+    return {"python": python_version(), **{package: of(package) for package in _COMPARED}}
 
 
 def digest_of(files: Mapping[str, Path]) -> str:

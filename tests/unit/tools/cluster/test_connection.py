@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from tepal.host.superlink import RunError
+from tepal.tools.cli.main import main
 from tepal.tools.cluster import connection
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster.connection import Cluster, Resources, address_of, connected
@@ -183,6 +185,34 @@ def test_no_cluster_is_said_in_words(ray, monkeypatch):
     assert "shutdown" not in ray.calls
 
 
+class RayError(Exception):
+    pass
+
+
+class AuthenticationError(RayError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (AuthenticationError("no authentication token was found. Ensure this.\nMore."),
+         r"--ray auto: .*same token \(no authentication token was found\). .*RAY_AUTH_MODE.*ray get-auth-token"),
+        (RayError("The system died.\nMore."), r"--ray auto: no cluster answers there.*\(The system died.\)"),
+    ],
+)  # fmt: skip
+def test_rays_own_errors_are_said_in_words(ray, error, words):
+    """They are no RuntimeError."""
+    ray.exceptions = SimpleNamespace(RayError=RayError, AuthenticationError=AuthenticationError)
+
+    def init(**_options):
+        raise error
+
+    ray.init = init
+    with pytest.raises(RunError, match=words):
+        connected("auto").__enter__()
+
+
 def test_a_command_that_its_cluster_takes_for_dead_ends_with_what_to_do(ray):
     ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "ours")
     ray.nodes = lambda: [
@@ -211,6 +241,35 @@ def test_the_doctor_names_machines_with_other_versions(ray, monkeypatch):
     assert [(each.check, each.state) for each in others] == [("a", OK), ("b", PROBLEM), ("c", PROBLEM)]
     assert "torch missing" in others[1].found and "torch 2.9" in others[1].remedy
     assert "python" not in others[1].remedy and others[2].found == "it does not answer"
+
+
+def test_machines_need_no_library_that_is_missing_here(ray, monkeypatch):
+    ours = {"torch": "2.9", "transformers": "missing"}
+    found = {"a": {"torch": "2.9", "transformers": "5.1"}, "b": {"torch": "2.9"}, "c": {"transformers": "5.1"}}
+    monkeypatch.setattr(doctor_cluster.machine, "versions", lambda: ours)
+    monkeypatch.setattr(doctor_cluster, "versions_by_machine", lambda: found)
+    _, *others = doctor_cluster.check_cluster("auto")
+    assert [(each.state, each.found) for each in others] == [
+        (OK, "torch 2.9"), (OK, "torch 2.9"), (PROBLEM, "torch missing"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "address"),
+    [
+        ((), None, None), ((), "far:1", "far:1"), ((), "http://far:8265", None), (("--ray", "none"), "far:1", None),
+        (("--ray", "near:2"), "far:1", "near:2"),
+    ],
+)  # fmt: skip
+def test_the_doctor_examines_the_cluster_that_other_commands_use(monkeypatch, options, environment, address):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    examined = []
+    monkeypatch.setattr("tepal.tools.deploy.doctor.examine", lambda **_: [])
+    monkeypatch.setattr(doctor_cluster, "check_cluster", lambda of: examined.append(of) or [])
+    done = CliRunner().invoke(main, ["doctor", "--json", *options])
+    assert done.exit_code == 0 and examined == [address] * (address is not None)
 
 
 def test_the_doctor_says_that_there_is_no_cluster(ray):
