@@ -40,6 +40,7 @@ def search_command(
     trials: Annotated[int, typer.Option(min=1, help="trials of each variant in total")] = 12,
     flower_app: Annotated[Path, typer.Option("--app", help=APP, callback=found_app)] = Path("."),
     cpus: Annotated[float | None, typer.Option(min=0.01, help=CPUS, show_default="1")] = None,
+    gpus: Annotated[float, typer.Option(min=0, help="on a cluster (--ray): share of a GPU for each run")] = 0,
     memory: Annotated[float, typer.Option(min=0, help=MEMORY)] = 0,
     ray: Ray = None,
     verbose: Verbose = False,
@@ -57,7 +58,7 @@ def search_command(
         usual = {**defaults(), **usual_run_config(flower_app)}
         measure = check_values(plan, usual, file)
         minimise = measure == RMSE
-        with _engine(ray, flower_app, plan.clients, cpus, memory) as engine:
+        with _engine(ray, flower_app, plan.clients, cpus, gpus, memory) as engine:
             engine.start_ahead()
             for variant in plan.searched:
                 first = {key: space.samples[0] for key, space in variant.search.items()}
@@ -84,12 +85,18 @@ def search_command(
 
 
 def _engine(
-    ray: str | None, app: Path, clients: int, cpus: float | None, memory: float
+    ray: str | None, app: Path, clients: int, cpus: float | None, gpus: float, memory: float
 ) -> AbstractContextManager[Runner]:
+    """Return the engine of all trials. Raises ValueError for a share of a GPU, or memory, of this machine."""
+
     def here(_engine: str, app: Path, **resources: Any) -> Engine:
+        if gpus:
+            raise ValueError(
+                f"--gpus {gpus:g} is for the machines of a cluster: --ray ADDRESS. Here clients share GPUs"
+            )
         return engine_for(PROCESS, app, **resources)
 
-    return runner_for(ray, AUTO, app, here, clients=clients, cpus=cpus, memory=memory)
+    return runner_for(ray, AUTO, app, here, clients=clients, cpus=cpus, gpus=gpus, memory=memory)
 
 
 class Simulated:
