@@ -124,11 +124,14 @@ class Wire:
         client's error is then D / (1 − D) times its squared update, if the share D is left out, and that of the mean of
         n clients an n-th of it, as far as their errors are not alike. D is such that this is an eighth of ε / (1 − ε),
         which feedback leaves of a round's squared change if all take part.
+
+        An upload of AUTO that is not scaled up always has feedback: without either, the share would be lost for good.
         """
         if clients and self.left_out and (rounds >= 2 or not self.feedback):
             error = clients * _OF_FEEDBACK * self.left_out / (1 - self.left_out)
             return replace(self, left_out=min(error / (1 + error), _MOST_LEFT_OUT), unbiased=True)
-        return self._leaving_out(self.left_out / rounds) if self.feedback and rounds > 1 else self
+        fed = replace(self, feedback=True) if self.dtype == AUTO else self
+        return fed._leaving_out(fed.left_out / rounds) if fed.feedback and rounds > 1 else fed
 
     def decoded(self, name: str, value: np.ndarray) -> np.ndarray:
         """An entry's value as the receiver decodes it, if it is rounded to the nearest."""
@@ -180,8 +183,9 @@ class Encoding:
             FOR_DIFFERENCES, or with `top_k_down`, what is sent down is the difference from what the client has.
         up: dtype of matrices' differences in uploads, one of DTYPES.
         top_k: share of the matrices' differences, the largest of all, that are uploaded; 0: all.
-        error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload; not
-            with AUTO if half of them or fewer take part in a round, and only their mean is needed (`Wire.averaged`).
+        error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload. With
+            AUTO they do not where half of them or fewer take part in a round and only their mean is needed, and always
+            do where a mean is not all that is needed, or there is a budget (`Wire.averaged`).
         seed: of rounding at random.
         top_k_down: share of the matrices' differences, the largest of a block, that are sent down; 0: all.
         whole: with differences down, dtype of matrices for a client that has nothing to take a difference from, and of
@@ -191,7 +195,8 @@ class Encoding:
             least twice what one client is sent.
         left_out: share of the squared norm of matrices' differences that AUTO leaves out.
         budget: bytes of all clients' messages and answers of a round's training, within which AUTO leaves out more if
-            it must; 0: no limit. Newcomers' first messages, the run's result, and what is sent again are not counted.
+            it must; 0: no limit. Both directions must then be AUTO. Newcomers' first messages, the run's result, and
+            what is sent again are not counted.
         start: "sent": the initial values are sent to every client. "made": clients that can make them do so, and are
             sent changes only (see `tepal.exchange.initial`).
 
@@ -216,8 +221,13 @@ class Encoding:
         Wire(self.down, self.top_k_down)
         if self.whole not in (*WHOLES, "same"):
             raise ValueError(f"whole is {self.whole!r}; it must be same, or one of {', '.join(WHOLES)}")
-        if type(self.budget) is not int or self.budget < 0 or (self.budget and AUTO not in (self.down, self.up)):
-            raise ValueError(f"budget is {self.budget!r}; it must be 0, or a number of bytes with down or up {AUTO!r}")
+        if type(self.budget) is not int or self.budget < 0:
+            raise ValueError(f"budget is {self.budget!r}; it must be 0, or a number of bytes")
+        if self.budget and (self.down, self.up) != (AUTO, AUTO):
+            raise ValueError(
+                f"budget is {self.budget} with down={self.down!r} and up={self.up!r}; it applies to both directions, "
+                f"and both must be {AUTO!r}"
+            )
         if self.start not in ("sent", "made"):
             raise ValueError(f"start is {self.start!r}; it must be sent or made")
         if not self.reference_megabytes > 0:

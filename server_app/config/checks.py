@@ -119,8 +119,12 @@ def _wire_problems(config: RunConfig) -> Iterator[str]:
         if dtype in (*RANKS, AUTO) and top_k:
             key = "wire-top-k-down" if way == "down" else "wire-top-k"
             yield f"{key}={top_k:g}, and wire-dtype-{way} is {dtype!r}, which says how much is sent: set {key}=0"
-    if wire.budget and AUTO not in (wire.down, wire.up):
-        yield f"wire-budget={wire.budget!r} applies to {AUTO!r} only: set wire-dtype={AUTO!r}"
+    fixed = [f"wire-dtype-{way} is {d!r}" for way, d in (("down", wire.down), ("up", wire.up)) if d != AUTO]
+    if wire.budget and fixed:
+        yield (
+            f"wire-budget={wire.budget!r} applies to both directions, and only {AUTO!r} can stay within it, but "
+            f"{' and '.join(fixed)}: set wire-dtype={AUTO!r}, with wire-dtype-down and wire-dtype-up at 'same'"
+        )
 
 
 def _start_problems(config: RunConfig) -> Iterator[str]:

@@ -202,7 +202,7 @@ class EncodingConfig(BaseModel):
     budget: str = Field(
         "",
         description='bytes that all clients send and are sent in a round of training, such as "2MB", within which auto '
-        'leaves out more; "": no limit',
+        'leaves out more; both directions must be auto; "": no limit',
     )
     start: Literal["auto", "sent", "made"] = Field(
         "auto",
@@ -212,8 +212,9 @@ class EncodingConfig(BaseModel):
     )
     error_feedback: bool = Field(
         True,
-        description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload; not "
-        "with auto where half of them or fewer take part and only their mean is needed",
+        description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload; "
+        "with auto not where half of them or fewer take part and only their mean is needed, and always with a budget, "
+        "a robust mean, or a method that needs more than means",
     )
 
     @field_validator("budget", mode="before")

@@ -77,7 +77,18 @@ def test_values_reach_their_section():
         ({"wire-dtype": "auto", "wire-top-k": 0.1}, r"wire-top-k=0.1, and wire-dtype-up is 'auto', .*set wire-top-k=0"),
         ({"wire-dtype": "rank4", "wire-top-k": 0.1}, r"wire-dtype-up is 'rank4', .*says how much.*set wire-top-k=0"),
         ({"wire-dtype-down": "auto", "wire-top-k-down": 0.1}, r"wire-dtype-down is 'auto', .*set wire-top-k-down=0"),
-        ({"wire-budget": "2MB"}, r"wire-budget='2MB' applies to 'auto' only: set wire-dtype='auto'"),
+        (
+            {"wire-budget": "2MB"},
+            r"wire-budget='2MB' .*'auto' can .* wire-dtype-down is 'float32' and wire-dtype-up is 'float32': set wire-d"
+        ),
+        (
+            {"wire-budget": "2MB", "wire-dtype": "auto", "wire-dtype-up": "float32"},
+            r"wire-budget='2MB' applies to both directions, .*, but wire-dtype-up is 'float32': set wire-dtype='auto'"
+        ),
+        (
+            {"wire-budget": "2MB", "wire-dtype-down": "int8", "wire-dtype-up": "auto"},
+            r"wire-budget='2MB' applies to both directions, .*, but wire-dtype-down is 'int8': set wire-dtype='auto'"
+        ),
         *(
             ({"wire-budget": text, "wire-dtype": "auto"}, f"wire-budget={text!r}: expected a number of bytes above 0")
             for text in ("1,000,000", "2,5MB", "1.5.2", "2MB per round", "0.5", "0MB", "-5", "1e3", "inf", " ")

@@ -265,12 +265,32 @@ def test_replies_that_are_not_awaited_are_not_averaged(monkeypatch):
     assert len(found) == 8 and {count for count, _ in found.values()} == {2}
 
 
-@pytest.mark.parametrize("options", [{"budget": 100_000}, {"error_feedback": False, "budget": 100_000}])
-def test_within_a_budget_nothing_is_scaled_up(monkeypatch, options):
-    strategy = FedAvg(encoding=Encoding(up="auto", **options), fraction_train=0.25, fraction_evaluate=0)
-    found = averaged(strategy, monkeypatch, 16)
-    assert not any(wire.unbiased for _, wire in found.values())
-    assert all(wire.feedback == ("error_feedback" not in options) for _, wire in found.values())
+@pytest.mark.parametrize("feedback", [True, False])
+def test_within_a_budget_what_is_left_out_is_fed_back_and_nothing_is_scaled_up(monkeypatch, feedback):
+    encoding = Encoding("auto", "auto", budget=100_000, error_feedback=feedback)
+    found = averaged(FedAvg(encoding=encoding, fraction_train=0.25, fraction_evaluate=0), monkeypatch, 16)
+    assert {(wire.unbiased, wire.feedback, wire.left_out) for _, wire in found.values()} == {(False, True, 0.6 / 4)}
+
+
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_without_error_feedback_auto_has_it_where_it_cannot_scale_up(monkeypatch, name, share):
+    """Otherwise most of each update would be lost for good."""
+    make, expected = MEANS[name]
+    strategy = make(encoding=Encoding(up="auto", error_feedback=False), fraction_train=share, fraction_evaluate=0)
+    for _, wire in averaged(strategy, monkeypatch, clients=16).values():
+        assert (wire.unbiased, wire.feedback) == ((True, False) if expected else (False, name != "local"))
+        if wire.feedback:
+            assert wire.left_out == pytest.approx(0.6 * share)
+
+
+@pytest.mark.parametrize("options", [{"robust": "median"}, {"budget": 500}])
+def test_without_error_feedback_everything_arrives_in_the_end(cache_folder, options):
+    budget = options.pop("budget", 0)
+    encoding = Encoding("auto", "auto", budget=budget, error_feedback=False)
+    made, _ = start(FedAvg(encoding=encoding, **options), moving_app(), rounds=12)
+    expected = START["w"] + sum(step(0, number).astype(float) for number in range(1, 13))
+    np.testing.assert_allclose(made["w"] + left_out(cache_folder, 0), expected, atol=3e-6)
 
 
 @pytest.mark.parametrize("robust, unbiased", [("none", True), ("median", False)])
@@ -279,8 +299,8 @@ def test_what_is_never_fed_back_is_scaled_up_in_a_mean(monkeypatch, robust, unbi
     encoding = Encoding(up="auto", left_out=0.5, error_feedback=False)
     strategy = FedAvg(encoding=encoding, robust=robust, fraction_train=share, fraction_evaluate=0)
     for count, wire in averaged(strategy, monkeypatch, 16).values():
-        assert wire.unbiased == unbiased and not wire.feedback
-        assert wire.left_out == pytest.approx(count / 8 / (1 + count / 8) if unbiased else 0.5)
+        assert (wire.unbiased, wire.feedback) == (unbiased, not unbiased)
+        assert wire.left_out == pytest.approx(count / 8 / (1 + count / 8) if unbiased else 0.5 * share)
 
 
 def test_what_was_left_out_waits_while_uploads_are_scaled_up(cache_folder, monkeypatch):
