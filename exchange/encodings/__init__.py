@@ -5,7 +5,7 @@ and all others are never encoded, nor BatchNorm's statistics: a variance must no
 
     float32     unchanged
     float16     half the bytes; values beyond 65504 are refused
-    bfloat16    half the bytes: the range of float32, 8 significant bits
+    bfloat16    half the bytes: the range of float32, 8 significant bits; values that it rounds to infinity are refused
     int8        a quarter: each row (first axis) has a float32 scale, max|row| / 127, and integers from -127 to 127
     int4        an eighth: the same with max|row| / 7 and integers from -7 to 7
     ternary     a twentieth: -1, 0 or 1 in units of the row's scale

@@ -42,6 +42,9 @@ class Float16(_FixedWidth):
         return bytes_of(np.ascontiguousarray(half))
 
 
+_INFINITY, _OVERFLOWS = 0x7F800000, 0x7F7F8000  # bits of float32: infinity, and the least that is rounded to it
+
+
 class BFloat16(_FixedWidth):
     """The upper half of a float32, rounded to nearest, ties to even."""
 
@@ -50,6 +53,7 @@ class BFloat16(_FixedWidth):
     def write(self, values: np.ndarray, random: np.random.Generator | None) -> memoryview:
         bits = np.ascontiguousarray(values, "<f4").reshape(-1).view("<u4")
         upper = np.empty(bits.size, self.dtype)
+        largest = 0
         for part in chunks(bits.size):
             some = bits[part]
             odd = some >> 16
@@ -58,7 +62,14 @@ class BFloat16(_FixedWidth):
             odd += some
             odd >>= 16
             upper[part] = odd
-            upper[part][(some & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0  # NaN: adding may have changed it
+            magnitude = some & 0x7FFFFFFF
+            upper[part][magnitude > _INFINITY] = 0x7FC0  # NaN: adding may have changed it
+            largest = max(largest, int(magnitude.max()))
+        if _OVERFLOWS <= largest < _INFINITY:
+            raise EncodingError(
+                f"it has values up to {np.abs(values).max():.4g}, but the largest of bfloat16 is 3.39e+38: "
+                "choose float32"
+            )
         return bytes_of(upper)
 
     def read(self, data: memoryview, shape: tuple[int, ...]) -> np.ndarray:

@@ -33,9 +33,15 @@ def there_and_back(codec, values, random=None):
 
 
 @given(hnp.arrays(np.uint32, (3, 5)).map(lambda bits: bits.view(np.float32)))
+@example(np.array([[3.3961e38, -3e38]], np.float32))
+@example(np.array([[3.3961e38, np.inf]], np.float32))
 def test_bfloat16_is_torchs_for_any_bits(values):
-    read = there_and_back(CODECS["bfloat16"], values)
     expected = torch.from_numpy(values).to(torch.bfloat16).float().numpy()
+    if np.isfinite(values).all() and np.isinf(expected).any():
+        with pytest.raises(EncodingError, match=r"the largest of bfloat16 is 3\.39e"):
+            CODECS["bfloat16"].write(values, None)
+        return
+    read = there_and_back(CODECS["bfloat16"], values)
     np.testing.assert_array_equal(np.isnan(read), np.isnan(expected))
     np.testing.assert_array_equal(read[~np.isnan(read)].view(np.uint32), expected[~np.isnan(read)].view(np.uint32))
 
@@ -51,6 +57,18 @@ def test_a_value_beyond_float16_is_refused_in_words():
     with pytest.raises(EncodingError, match=r"'w' cannot be sent as float16: it has values up to 7e.04.*bfloat16"):
         pack({"w": np.full((2, 2), 7e4, np.float32)}, ["w"], Wire("float16"))
     read = there_and_back(CODECS["float16"], np.array([[np.inf, np.nan]], np.float32))
+    assert not np.isfinite(read).any(), "a client that diverged is refused by the server, and not by this"
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_value_that_bfloat16_rounds_to_infinity_is_refused_in_words(sign):
+    largest = float(torch.finfo(torch.bfloat16).max)
+    beyond = np.float32(sign * (largest + 2.0**119))  # half a step further: rounded to even, which is 2¹²⁸
+    with pytest.raises(EncodingError, match=r"'w' cannot be sent as bfloat16: it has .* 3\.396e\+38.*: choose float32"):
+        pack({"w": np.array([[0, beyond]], np.float32)}, ["w"], Wire("bfloat16"))
+    below = np.array([[np.nextafter(beyond, np.float32(0))]])
+    assert there_and_back(CODECS["bfloat16"], below) == sign * largest
+    read = there_and_back(CODECS["bfloat16"], np.array([[beyond, np.nan]], np.float32))
     assert not np.isfinite(read).any(), "a client that diverged is refused by the server, and not by this"
 
 
