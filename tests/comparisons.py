@@ -65,6 +65,7 @@ def continue_run(path: Path, strategy: str, rounds, *, add: float = 0.0, regress
                     "clients_spread": 0.02 if scored else None,
                     "bytes_down": down * 1_000_000 if number else 0,
                     "bytes_up": up * 1_000_000 if number else 0,
+                    "bytes_overhead": 3_000 * number,
                     "bytes_fedavg": 20_000_000 if number else 0,
                     "seconds": (0.0, 3.0, 1.0, 1.0)[number],
                     "step_seconds": 0.01 * number if number else None,

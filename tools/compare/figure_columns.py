@@ -46,6 +46,7 @@ _TO_TARGET = (
     Column("bytes to target", "bytes_to_target", text=_mean(bytes_text, deviates=True)),
     Column("bytes down to target", "bytes_down_to_target", text=_mean(bytes_text)),
     Column("bytes up to target", "bytes_up_to_target", text=_mean(bytes_text)),
+    Column("manifests and headers to target", "overhead_to_target", text=_mean(bytes_text)),
     Column("rounds to target", "rounds_to_target", text=_mean(count_text, deviates=True)),
     Column("time to target", "seconds_to_target", text=_mean(seconds_text, deviates=True)),
 )

@@ -16,10 +16,11 @@ from tepal.tools.compare.doubt import doubt_figures
 from tepal.tools.compare.plan import ComparedRun
 
 TO_TARGET = (
-    "bytes_to_target", "bytes_down_to_target", "bytes_up_to_target", "rounds_to_target", "seconds_to_target",
+    "bytes_to_target", "bytes_down_to_target", "bytes_up_to_target", "overhead_to_target", "rounds_to_target",
+    "seconds_to_target",
 )  # fmt: skip
-"""The figures up to the first round that reached the target: bytes of all clients, both ways and each way, rounds, and
-the seconds of these rounds."""
+"""The figures up to the first round that reached the target: payload bytes of all clients, both ways and each way, the
+bytes of their manifests and headers, rounds, and the seconds of these rounds."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Measured:
             "bytes_to_target": reached.transferred,
             "bytes_down_to_target": total(lines, "bytes_down"),
             "bytes_up_to_target": total(lines, "bytes_up"),
+            "overhead_to_target": total(lines, "bytes_overhead"),
             "rounds_to_target": reached.round,
             "seconds_to_target": total(lines, "seconds"),
         }

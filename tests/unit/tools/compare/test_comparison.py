@@ -132,9 +132,10 @@ def test_the_csv_has_the_measured_figures_unrounded(folder):
     assert (float(frozen["bytes_total"]), float(frozen["bytes_vs_fedavg"])) == (42e6, 0.7)
     assert float(frozen["target_accuracy"]) == pytest.approx(0.72)
     assert (float(frozen["rounds_to_target"]), float(frozen["bytes_to_target"])) == (2, 28e6)
-    ways = ("bytes_down_to_target", "bytes_up_to_target", "seconds_to_target")
-    assert [float(frozen[key]) for key in ways] == [16e6, 12e6, 4]
-    assert [float(rows_of_csv(folder, "runs.csv")["fedfrozen"][key]) for key in ways] == [16e6, 12e6, 4]
+    ways = ("bytes_down_to_target", "bytes_up_to_target", "overhead_to_target", "seconds_to_target")
+    # Manifests and headers have 3 kB in the first round, and 6 kB in the second.
+    assert [float(frozen[key]) for key in ways] == [16e6, 12e6, 9e3, 4]
+    assert [float(rows_of_csv(folder, "runs.csv")["fedfrozen"][key]) for key in ways] == [16e6, 12e6, 9e3, 4]
     assert all(rows["fedensemble"][key] == "" for key in ways), "it never reaches the target"
     assert rows["fedacs"]["server_accuracy"] == "" == rows["fedacs"]["bytes_to_target"]
     assert all(value == "" for row in rows.values() for key, value in row.items() if key.endswith("_sd")), "one seed"
@@ -183,6 +184,9 @@ def test_the_way_to_the_target_is_of_the_runs_that_reached_it(seeds):
     assert float(rows["fedavg"]["seconds_to_target"]) == pytest.approx(mean)
     assert float(rows["fedavg"]["seconds_to_target_sd"]) == pytest.approx(deviation)
     assert float(rows["fedavg"]["bytes_up_to_target"]) == pytest.approx(80e6 / 3)
+    overhead = [sum(3_000 * number for number in range(1, rounds + 1)) for rounds in (3, 3, 2)]
+    assert float(rows["fedavg"]["overhead_to_target"]) == pytest.approx(statistics.mean(overhead))
+    assert float(rows["fedavg"]["overhead_to_target_sd"]) == pytest.approx(statistics.stdev(overhead))
     assert [runs["fedfrozen", seed]["rounds_to_target"] for seed in ADDED] == ["", "", "2"]
     assert (float(rows["fedfrozen"]["rounds_to_target"]), rows["fedfrozen"]["reached_target"]) == (2, "1")
     assert "28.0 MB (1 of 2)" in (seeds / "comparison.md").read_text()
@@ -193,10 +197,13 @@ def test_every_text_has_the_bytes_to_the_target_by_direction(folder):
     rows = (folder / "comparison.md").read_text().splitlines()
     head, frozen = (next(row for row in rows if row.startswith(f"| {name} ")) for name in ("strategy", "fedfrozen"))
     of = dict(zip(head.split(" | "), frozen.split(" | "), strict=True))
-    names = ("bytes to target", "bytes down to target", "bytes up to target", "rounds to target", "time to target")
-    assert [of[name] for name in names] == ["28.0 MB", "16.0 MB", "12.0 MB", "2", "4.0 s"]
+    names = (
+        "bytes to target", "bytes down to target", "bytes up to target", "manifests and headers to target",
+        "rounds to target", "time to target",
+    )  # fmt: skip
+    assert [of[name] for name in names] == ["28.0 MB", "16.0 MB", "12.0 MB", "9.00 kB", "2", "4.0 s"]
     tex = (folder / "comparison.tex").read_text()
-    assert " & 28.0 MB & 16.0 MB & 12.0 MB & 2 & 4.0 s & " in tex
+    assert " & 28.0 MB & 16.0 MB & 12.0 MB & 9.00 kB & 2 & 4.0 s & " in tex
 
 
 def test_without_a_target_the_table_has_the_bytes_in_total(tmp_path):
@@ -277,6 +284,7 @@ def test_bytes_after_an_unknown_round_are_not_made_up(tmp_path):
     assert (figures["rounds_to_target"], figures["bytes_to_target"], figures["bytes_total"]) == (3, None, None)
     assert (figures["bytes_down_to_target"], figures["bytes_up_to_target"]) == (None, 0), "up is known of every round"
     assert figures["seconds_to_target"] is None, "no round has its seconds"
+    assert figures["overhead_to_target"] is None, "nor the bytes of its manifests and headers"
     assert result.figures(0.1)["bytes_down_to_target"] == 1000, "the unknown round is a later one"
 
 
@@ -594,8 +602,8 @@ def test_the_page_has_all_strategies_with_the_tables_figures(page):
     frozen = dict(zip(table[0], table[2], strict=True))
     headings = ("rounds to target", "bytes to target", "down (bytes)", "up (bytes)", "bytes in total")
     assert [frozen[key] for key in headings] == ["2", "28.0 MB", "24.0 MB", "18.0 MB", "42.0 MB"]
-    headings = ("bytes down to target", "bytes up to target", "time to target")
-    assert [frozen[key] for key in headings] == ["16.0 MB", "12.0 MB", "4.0 s"]
+    headings = ("bytes down to target", "bytes up to target", "manifests and headers to target", "time to target")
+    assert [frozen[key] for key in headings] == ["16.0 MB", "12.0 MB", "9.00 kB", "4.0 s"]
     assert frozen["accuracy, server’s data"] == "0.7100" and frozen["outcome"] == "finished"
     assert table[5][1] == "–"
     assert "selective: failed after round 0 of 3: The run failed: <no> memory" in page.text

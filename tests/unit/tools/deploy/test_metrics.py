@@ -60,7 +60,7 @@ def test_a_servers_runs_are_told_as_metrics_jsonl_has_them(tmp_path):
     # 8 MB down and 6 MB up in the first round, and what the second adds.
     assert told["tepal_run_bytes_total", name, "down"] == 8_000_005
     assert told["tepal_run_bytes_total", name, "up"] == 6_000_007
-    assert told["tepal_run_bytes_total", name, "overhead"] == 3
+    assert told["tepal_run_bytes_total", name, "overhead"] == 3_003
     counts = {outcome: told["tepal_run_replies_total", name, outcome] for outcome in ("replied", "refused", "late")}
     assert counts == {"replied": 2, "refused": 1, "late": 0} and told["tepal_run_replies_total", name, "lost"] == 2
     assert (told["tepal_run_round_seconds_count", name], told["tepal_run_round_seconds_sum", name]) == (2, 3 + 1.5)
