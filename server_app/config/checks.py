@@ -12,10 +12,10 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from tepal import models
-from tepal.exchange.encodings import AUTO, RANKS
 from tepal.models.weights import misspelt
 from tepal.server_app.config.ending import ending_problems, ending_warnings, scoring_problems
 from tepal.server_app.config.run_config import RunConfig, defaults
+from tepal.server_app.config.wire import wire_problems, wire_warnings
 from tepal.server_app.trackers import TrackerError, missing, names_of, with_password
 from tepal.training.data import BY_LABEL, LOCAL, DataError
 from tepal.training.data.inputs import held_out_inputs, sizes
@@ -80,7 +80,7 @@ def contradictions(config: RunConfig) -> list[str]:
         )
     if not config.training.local_steps and not config.training.local_epochs:
         found.append("local-epochs=0 and local-steps=0: clients would not train; set one of them")
-    found += _wire_problems(config)
+    found += wire_problems(config)
     found += _start_problems(config)
     found += _training_contradictions(config)
     found += _client_problems(config)
@@ -111,20 +111,6 @@ def contradictions(config: RunConfig) -> list[str]:
         except DataError as error:
             found.append(str(error))
     return found
-
-
-def _wire_problems(config: RunConfig) -> Iterator[str]:
-    wire = config.wire
-    for way, dtype, top_k in (("down", wire.down, wire.top_k_down), ("up", wire.up, wire.top_k)):
-        if dtype in (*RANKS, AUTO) and top_k:
-            key = "wire-top-k-down" if way == "down" else "wire-top-k"
-            yield f"{key}={top_k:g}, and wire-dtype-{way} is {dtype!r}, which says how much is sent: set {key}=0"
-    fixed = [f"wire-dtype-{way} is {d!r}" for way, d in (("down", wire.down), ("up", wire.up)) if d != AUTO]
-    if wire.budget and fixed:
-        yield (
-            f"wire-budget={wire.budget!r} applies to both directions, and only {AUTO!r} can stay within it, but "
-            f"{' and '.join(fixed)}: set wire-dtype={AUTO!r}, with wire-dtype-down and wire-dtype-up at 'same'"
-        )
 
 
 def _start_problems(config: RunConfig) -> Iterator[str]:
@@ -285,7 +271,7 @@ def _nothing_to_distil_on(config: RunConfig) -> Iterator[str]:
 
 def warnings(config: RunConfig) -> list[str]:
     """Return messages about settings that can be run but are probably not intended."""
-    return [*ending_warnings(config), *_method_warnings(config)]
+    return [*ending_warnings(config), *wire_warnings(config), *_method_warnings(config)]
 
 
 def _method_warnings(config: RunConfig) -> list[str]:

@@ -1,3 +1,4 @@
+import re
 import tomllib
 
 import pytest
@@ -154,6 +155,40 @@ def test_a_warm_up_as_long_as_the_run_is_a_warning(caplog):
     with caplog.at_level("WARNING", logger="flwr"):
         read_run_config({"fedfrozen.warmup-rounds": 20})
     assert "this run is FedAvg" in caplog.text
+
+
+AUTO_ALONE = {"wire-dtype": "auto", "wire-error-feedback": False}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"wire-left-out": 0.3, "wire-dtype": "int8"}, "wire-left-out=0.3 has no effect: .*Set wire-dtype='auto', or"),
+        ({"wire-left-out": 0.3, "wire-dtype-up": "auto"}, ""),
+        ({"wire-left-out": 0.3, "wire-dtype-down": "auto"}, ""),
+        ({"wire-dtype-whole": "int4"}, "wire-dtype-whole=\"int4\" has no effect: .* wire-dtype-down='float32' sends v"),
+        ({"wire-dtype-whole": "int4", "wire-dtype-up": "sign"}, "wire-dtype-whole=\"int4\" has no effect: "),
+        ({"wire-dtype-whole": "int4", "wire-dtype": "sign"}, ""),
+        ({"wire-dtype-whole": "int4", "wire-top-k-down": 0.1}, ""),
+        ({"wire-reference-megabytes": 10}, "wire-reference-megabytes=10.0 has no effect: it is for changes that are"),
+        ({"wire-reference-megabytes": 10, "wire-dtype": "rank2"}, ""),
+        (AUTO_ALONE, ""),
+        (AUTO_ALONE | {"robust": "clip"}, ""),
+        (AUTO_ALONE | {"strategy": "ditto"}, ""),
+        (AUTO_ALONE | {"wire-budget": "2MB"}, "wire-error-feedback=false has no effect with wire-budget='2MB': "),
+        (AUTO_ALONE | {"robust": "clip+krum"}, r"wire-error-feedback=false has no effect with robust='clip\+krum': "),
+        *(
+            (AUTO_ALONE | {"strategy": name, "fedbe.distil": False}, f"false has no effect with strategy='{name}': ")
+            for name in ("fedbe", "feddyn", "fedacs", "fedamp")
+        ),
+        (AUTO_ALONE | {"strategy": "scaffold", "optimizer": "sgd"}, "has no effect with strategy='scaffold': "),
+        ({"wire-error-feedback": False, "wire-dtype": "int8", "strategy": "fedacs"}, ""),
+    ],
+)
+def test_a_key_of_the_encoding_without_effect_is_a_warning(values, said, caplog):
+    with caplog.at_level("WARNING", logger="flwr"):
+        read_run_config(values)
+    assert re.search(said, caplog.text) if said else "has no effect" not in caplog.text
 
 
 PFEDME = {"strategy": "pfedme", "learning-rate": 0.1, "pfedme.lambda": 15.0}
