@@ -1,8 +1,9 @@
 """The manifest, which describes a message and its arrays; and the header, which describes its answer.
 
-Each is one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (about five bytes for an
-entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: server and client
-share no state but the values themselves. Their fields are written in the order in which the classes declare them.
+Each is one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (a manifest has about three
+bytes for an entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: server
+and client share no state but the values themselves. Their fields are written in the order in which the classes declare
+them.
 
 An **exchange** is one message and its answer. Its id is the digest of the manifest and the app's settings, which no two
 messages share. The message carries it, so that the client detects damage. The answer repeats it, which shows that it
@@ -53,6 +54,7 @@ PROTOCOL = 7
     5   a part that is sent as a whole, or not at all, has its id, and no digests; entries are listed as runs; of
         an answer's entries, which are those that the plan returns, in its order, only a digest is sent
     6   in auto vectors are encoded, too, and small arrays together; uploads may be scaled up
+    7   in auto matrices may be products of two thin ones
 """
 
 _PROTOCOL = "protocol"
