@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -205,6 +205,44 @@ def test_top_k_is_the_largest_and_nothing_else(values, share, dtype):
     if len(order):
         expected[order] = Wire(dtype).decoded("w", flat[order].reshape(1, -1)).reshape(-1)
     np.testing.assert_array_equal(read, expected)
+
+
+def in_few_bits(dtype, kept):
+    """The values of one row, not 0, in a dtype, by its definition: value by value."""
+    magnitudes = [abs(value) for value in kept]
+    if dtype == "int4":
+        unit = max(magnitudes) / 7
+        return [round(value / unit) * unit for value in kept]
+    mean = math.fsum(magnitudes) / len(kept)
+    among = [value for value in magnitudes if dtype == "sign" or value > 0.7 * mean]
+    level = math.fsum(among) / len(among)
+    return [math.copysign(level, value) if dtype == "sign" or abs(value) > 0.7 * mean else 0.0 for value in kept]
+
+
+@given(
+    SHAPES.flatmap(lambda shape: hnp.arrays(np.int16, shape, elements=st.integers(-997, 997))),
+    st.sampled_from([0.01, 0.1, 0.3, 0.9]),
+    st.sampled_from(["int4", "ternary", "sign"]),
+)
+def test_top_k_in_few_bits_is_the_largest_in_one_row_of_few_bits(whole, share, dtype):
+    values = whole.astype(np.float32) / 8
+    read = there_and_back(TopK(share, CODECS[dtype]), values).reshape(-1)
+    flat = values.reshape(-1).astype(float)
+    places = largest(flat, share)
+    expected = np.zeros(flat.size)
+    if len(places):
+        kept = flat[places].tolist()
+        expected[places] = in_few_bits(dtype, kept)
+        # Halfway between two levels either is right.
+        limit = 0.7 * np.abs(kept).mean()
+        between = [abs(v) / max(map(abs, kept)) * 7 % 1 - 0.5 if dtype == "int4" else abs(v) / limit - 1 for v in kept]
+        assume(dtype == "sign" or min(map(abs, between)) > 1e-5)
+    np.testing.assert_allclose(read, expected, rtol=1e-5)
+    left_out, squared = np.square(read - flat).sum(), np.square(flat).sum()
+    assert left_out < squared or not squared, "a contraction, so that error feedback stays bounded"
+    if dtype == "sign" and len(places):
+        # What arrives of the squared norm is that of the kept values' mean magnitude, once for each of them.
+        assert squared - left_out == pytest.approx(np.abs(flat[places]).sum() ** 2 / len(places), rel=1e-4)
 
 
 @given(

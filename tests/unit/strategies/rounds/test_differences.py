@@ -12,7 +12,8 @@ from flwr.clientapp import ClientApp
 
 from tepal.exchange import partial_exchange, received
 from tepal.exchange.encodings import CODECS, FIXED, Encoding
-from tepal.exchange.files import write_arrays
+from tepal.exchange.files import read_arrays, write_arrays
+from tepal.exchange.plan import Reply
 from tepal.exchange.sender import Sender
 from tepal.models.blocks import find_blocks
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedFrozen, join_modes
@@ -290,6 +291,44 @@ def test_what_a_cache_lost_is_sent_in_the_same_round(cache_folder, what):
     assert history[2].down.payload == 2 * (SIGNS + REST) + WHOLE
     assert history[3].down.payload == 2 * (SIGNS + REST)
     assert np.abs(seen[0, 3, "train"]["w"] - seen[1, 3, "train"]["w"]).max() < 0.1
+
+
+def test_a_tenth_of_refused_replies_costs_their_updates_and_nothing_else(monkeypatch, cache_folder):
+    """The client is sent a difference again, and what encodings leave out of the merged updates still arrives."""
+    refused, merged, read = set(), {}, Sender.read
+
+    def spoil(node, message, reply):
+        client, number = node.config["partition-id"], int(message.metadata.group_id)
+        if "arrays" in message.content and np.random.default_rng([client, number]).random() < 0.1:
+            refused.add((f"client-{client}", number))
+            reply.content["metrics"]["num-examples"] = 99  # the checksum is of another number
+        return reply
+
+    def noted(self, exchange, message, *rest):
+        reply = read(self, exchange, message, *rest)
+        plan = exchange.outgoing.plan
+        if plan.action == "train" and isinstance(reply, Reply):
+            difference = reply.parts["model"]["w"] - exchange.outgoing.values("model")["w"]
+            merged[plan.client] = merged.get(plan.client, 0) + difference.astype(float)
+        return reply
+
+    monkeypatch.setattr(Sender, "read", noted)
+    strategy = FedAvg(encoding=Encoding("auto", "auto"), fraction_evaluate=0)
+    grid = Grid([Node(moving_app(), {"partition-id": k}) for k in range(10)], spoil=spoil)
+    _, history = rounds_of(strategy, grid, 12)
+    assert {(name, report.round) for report in history for name, _ in report.refused} == refused
+    assert 6 < len(refused) < 24 and not any(report.lost or report.left_out for report in history)
+    # The server uses nothing of a refused reply: the client reports its parts again in the next round.
+    later = [sum((f"client-{k}", number - 1) in refused for k in range(10)) for number in range(1, 13)]
+    assert [report.resent for report in history[2:]] == later[2:]
+    assert max(report.down.payload for report in history[2:]) < history[0].down.payload / 2
+    for client in range(10):
+        name = f"client-{client}"
+        accepted = [number for number in range(1, 13) if (name, number) not in refused]
+        newest = next(cache_folder.glob(f"*/personal/{name}/{accepted[-1]:06d}-*"))
+        expected = sum(step(client, number).astype(float) for number in accepted)
+        kept = read_arrays(newest)["left out/model/w"]
+        np.testing.assert_allclose(merged[name] + kept, expected, atol=2e-5)
 
 
 def test_a_lost_reply_leaves_client_and_server_with_the_same():
