@@ -1,9 +1,9 @@
 """The manifest, which describes a message and its arrays; and the header, which describes its answer.
 
-Each is one compressed JSON value in a Flower `ConfigRecord` of the message. They are small (a manifest has about three
-bytes for an entry), so they carry everything that is needed to complete and to strip an app's raw `state_dict`: server
-and client share no state but the values themselves. Their fields are written in the order in which the classes declare
-them.
+Each is one compressed JSON value (`texts.py`) in a Flower `ConfigRecord` of the message. They are small (a manifest has
+about three bytes for an entry), so they carry everything that is needed to complete and to strip an app's raw
+`state_dict`: server and client share no state but the values themselves. Their fields are written in the order in which
+the classes declare them.
 
 An **exchange** is one message and its answer. Its id is the digest of the manifest and the app's settings, which no two
 messages share. The message carries it, so that the client detects damage. The answer repeats it, which shows that it
@@ -35,6 +35,7 @@ from tepal.exchange.layout import Layout, Names, numbers_of, runs_of
 from tepal.exchange.parts import DIGEST_BYTES, Part
 from tepal.exchange.plan import Plan, Scalar, Tree
 from tepal.exchange.secret import LENGTH as SECRET
+from tepal.exchange.texts import compressed, decompressed, to_text
 from tepal.exchange.threads import in_threads
 
 RECORD = "tepal"
@@ -44,7 +45,7 @@ PARTS = "tepal.parts"
 
 ID = "id"
 """Key of the exchange's id in this record of a message."""
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of what server and clients send each other. It rises with every change that the other side must know.
 
     1   digests of entries and of packed parts are SHA-256; messages do not state a version
@@ -55,6 +56,7 @@ PROTOCOL = 7
         an answer's entries, which are those that the plan returns, in its order, only a digest is sent
     6   in auto vectors are encoded, too, and small arrays together; uploads may be scaled up
     7   in auto matrices may be products of two thin ones
+    8   manifests and headers are compressed with a dictionary of their words
 """
 
 _PROTOCOL = "protocol"
@@ -87,22 +89,9 @@ def other_version(content: Mapping[str, Any], *, here: str, there: str) -> str:
     )
 
 
-def _to_text(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _to_bytes(value: Any) -> bytes:
-    return zlib.compress(_to_text(value))
-
-
 def _from_record(content: Mapping[str, Any], key: str, limit: int = _LIMIT) -> dict[str, Any]:
     try:
-        record = content[RECORD]
-        inflate = zlib.decompressobj()
-        text = inflate.decompress(record[key], limit)
-        if inflate.unconsumed_tail:
-            raise ValueError(f"more than {limit} bytes")
-        value = json.loads(text)
+        value = json.loads(decompressed(content[RECORD][key], limit))
         if not isinstance(value, dict):
             raise TypeError("not an object")
         return value
@@ -211,7 +200,7 @@ class Manifest:
             "parcels": parcels,
             "upload": self.upload.to_json(),
         }
-        return ConfigRecord({"manifest": _to_bytes(vars(self) | converted), _PROTOCOL: PROTOCOL})
+        return ConfigRecord({"manifest": compressed(to_text(vars(self) | converted)), _PROTOCOL: PROTOCOL})
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Manifest:
@@ -347,7 +336,7 @@ class Header:
 
     def checksum_of(self, content: Mapping[str, Any]) -> str:
         """Digest of an answer: of this header without its checksum, the metrics that it names, and the packed parts."""
-        known = hashlib.sha256(_to_text(_without_secret(vars(self)) | {"checksum": ""}))
+        known = hashlib.sha256(to_text(_without_secret(vars(self)) | {"checksum": ""}))
         for name in self.metrics:
             record = content.get(name)
             known.update(repr(sorted(record.items()) if isinstance(record, MetricRecord) else None).encode())
@@ -359,7 +348,7 @@ class Header:
         return known.hexdigest()[: 2 * DIGEST_BYTES]
 
     def to_record(self) -> ConfigRecord:
-        header = _to_bytes(vars(self) if self.secret else _without_secret(vars(self)))
+        header = compressed(to_text(vars(self) if self.secret else _without_secret(vars(self))))
         return ConfigRecord({"header": header, _PROTOCOL: PROTOCOL})
 
     @classmethod

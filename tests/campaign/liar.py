@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from tepal.exchange.layout import Shaped
 from tepal.exchange.manifest import PARTS, RECORD, Header
 from tepal.exchange.parts import pack, unpack
+from tepal.exchange.texts import compressed, decompressed
 from tepal.strategies.in_process import Answers
 from tests.answers import returned_by
 
@@ -350,7 +350,7 @@ class Liar:
 
 def fields_of(content: Content) -> Fields:
     """The header of an answer as JSON."""
-    found = json.loads(zlib.decompress(content[RECORD]["header"]))  # type: ignore[arg-type]
+    found = json.loads(decompressed(content[RECORD]["header"], 10**9))  # type: ignore[arg-type]
     assert isinstance(found, dict)
     return found
 
@@ -363,4 +363,4 @@ def seal(content: Content, fields: Fields) -> None:
         readable = vars(made.with_checksum(content))
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
-    content[RECORD]["header"] = zlib.compress(json.dumps(readable, separators=(",", ":")).encode())
+    content[RECORD]["header"] = compressed(json.dumps(readable, separators=(",", ":")).encode())

@@ -1,4 +1,6 @@
+import hashlib
 import json
+import os
 import zlib
 from dataclasses import replace
 
@@ -9,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepal.exchange.encodings import Wire
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError
+from tepal.exchange.manifest import PARTS, PROTOCOL, RECORD, Header, Manifest, Parcel, ProtocolError
 from tepal.exchange.parts import STYPE, Part, listed
 from tepal.exchange.plan import Plan
 from tepal.exchange.sender import Traffic
+from tepal.exchange.texts import WORDS, compressed, decompressed
 from tests.unit.exchange.test_layout import fused_layout
 
 PART = Part("model", "query_key", ("attn.qkv:q", "attn.qkv:k"), (b"a" * 16, b"b" * 16))
@@ -97,9 +100,23 @@ HEADER_CHECKSUM = "bea59b08e9df62b1bad29c21073c8087"
 
 
 def test_the_text_of_a_manifest_and_a_header_never_changes():
-    assert zlib.decompress(MANIFEST.to_record()["manifest"]) == MANIFEST_TEXT.encode()
-    assert zlib.decompress(HEADER.to_record()["header"]) == HEADER_TEXT.encode()
+    assert decompressed(MANIFEST.to_record()["manifest"], 10_000) == MANIFEST_TEXT.encode()
+    assert decompressed(HEADER.to_record()["header"], 10_000) == HEADER_TEXT.encode()
     assert HEADER.checksum_of({}) == HEADER_CHECKSUM
+
+
+def test_the_dictionary_of_words_never_changes_within_a_protocol():
+    """Another dictionary cannot read what was compressed with this one."""
+    assert (PROTOCOL, hashlib.sha256(WORDS).hexdigest()[:16]) == (8, "7e32f230a14f0f0b")
+
+
+def test_known_words_take_few_bytes():
+    for text in (MANIFEST_TEXT, HEADER_TEXT):
+        data = text.encode()
+        assert decompressed(compressed(data), len(data)) == data
+        assert len(compressed(data)) < len(zlib.compress(data)) - 40
+    with pytest.raises(zlib.error):
+        zlib.decompress(compressed(HEADER_TEXT.encode()))
 
 
 def test_manifest_survives_its_record():
@@ -149,7 +166,11 @@ def test_a_manifest_of_many_entries_is_small():
     layout = fused_layout()
     plan = Plan(client="c", round=1, needs={})
     size = len(Manifest(experiment="e", plan=plan, record="arrays", layout=layout).to_record()["manifest"])
-    assert size < 400
+    assert size < 300
+    header = Header(experiment="0" * 12, client="site-1", round=12, action="train", answers=os.urandom(16).hex(),
+                    holds=(os.urandom(16).hex(),), carries=os.urandom(8).hex(), metrics=("metrics",),
+                    checksum=os.urandom(16).hex())  # fmt: skip
+    assert len(header.to_record()["header"]) < 145, "of which 56 are random"
 
 
 @pytest.mark.parametrize("kind", [Manifest, Header])
@@ -170,7 +191,7 @@ FIELDS = ("experiment", "client", "round", "action", "holds", "carries", "missin
 
 @given(st.binary(max_size=40) | st.fixed_dictionaries({field: JSON for field in FIELDS}).map(json.dumps))
 def test_whatever_a_client_sends_is_read_or_is_a_protocol_error(data):
-    sent = data if isinstance(data, bytes) else zlib.compress(data.encode())
+    sent = data if isinstance(data, bytes) else compressed(data.encode())
     try:
         header = Header.from_content({RECORD: ConfigRecord({"header": sent})})
     except ProtocolError:
@@ -182,7 +203,7 @@ def header_record(**changes):
     """A header's record with other values of some fields, or without them (None)."""
     data = json.loads(HEADER_TEXT) | changes
     text = json.dumps({field: value for field, value in data.items() if value is not None})
-    return {RECORD: ConfigRecord({"header": zlib.compress(text.encode())})}
+    return {RECORD: ConfigRecord({"header": compressed(text.encode())})}
 
 
 @pytest.mark.parametrize("field", json.loads(HEADER_TEXT))
@@ -230,9 +251,9 @@ def test_fields_that_a_later_version_adds_are_ignored():
 
 
 def test_a_decompression_bomb_is_a_protocol_error():
-    bomb = zlib.compress(b" " * 200_000_000)
-    with pytest.raises(ProtocolError, match="more than"):
-        Header.from_content({RECORD: ConfigRecord({"header": bomb})})
+    for bomb in (zlib.compress(b" " * 200_000_000), compressed(b" " * 200_000_000)):
+        with pytest.raises(ProtocolError, match="more than"):
+            Header.from_content({RECORD: ConfigRecord({"header": bomb})})
 
 
 def test_a_message_of_an_app_alone_has_none_of_our_bytes():

@@ -26,6 +26,7 @@ from tepal.exchange.encodings import AUTO, CODECS, PLAIN, RANKS, Mixed, Steps, T
 from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, write_arrays
 from tepal.exchange.manifest import RECORD, Header, Manifest, Parcel, ProtocolError, verified_id, write_id
 from tepal.exchange.parts import STYPE, Part, digest, pack, shapes_of, unpack_checked, unpacked
+from tepal.exchange.texts import compressed, decompressed
 from tepal.host.site import ProvisionError, read_certificate, read_site
 from tepal.records.run_directory.reading import (
     find_run,
@@ -114,7 +115,7 @@ _MANIFEST, _HEADER = bytes(MANIFEST.to_record()["manifest"]), bytes(HEADER.to_re
 
 
 def _of_compressed(data: bytes) -> Callable[[Random], bytes]:
-    return of_json(json.loads(zlib.decompress(data)), zlib.compress)
+    return of_json(json.loads(decompressed(data, 10**6)), compressed)
 
 
 def _bomb(at_random: Random) -> bytes:

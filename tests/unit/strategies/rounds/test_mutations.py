@@ -30,6 +30,7 @@ from tepal.exchange import MODEL, Entry, Layout, RawTensor, partial_exchange, re
 from tepal.exchange.cache import default_root
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest
 from tepal.exchange.parts import pack, unpack
+from tepal.exchange.texts import compressed, decompressed
 from tepal.strategies import MethodStrategy
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import ModelState
@@ -284,16 +285,16 @@ def changed_bytes(data, rng):
     other = rng.randbytes(rng.randint(1, 20))
     return rng.choice([
         flipped(data, rng), flipped(data, rng), data[:cut], data[cut + 1 :], data[:cut] + other + data[cut:],
-        other, b"", data[::-1], rng.randbytes(len(data)), zlib.compress(data), zlib.decompress(data),
+        other, b"", data[::-1], rng.randbytes(len(data)), zlib.compress(data), decompressed(data, 10**9),
     ])  # fmt: skip
 
 
 def to_json(data):
-    return json.loads(zlib.decompress(data))
+    return json.loads(decompressed(data, 10**9))
 
 
 def to_bytes(value):
-    return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
+    return compressed(json.dumps(value, separators=(",", ":")).encode())
 
 
 JUNK = (
