@@ -33,7 +33,7 @@ from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEY
 from tepal.exchange.encodings import PLAIN, Wire
 from tepal.exchange.layout import Layout, Names, numbers_of, runs_of
 from tepal.exchange.parts import DIGEST_BYTES, Part
-from tepal.exchange.plan import Plan, Scalar, Tree
+from tepal.exchange.plan import INTRODUCE, Plan, Scalar, Tree
 from tepal.exchange.secret import LENGTH as SECRET
 from tepal.exchange.texts import compressed, decompressed, to_text
 from tepal.exchange.threads import in_threads
@@ -56,7 +56,7 @@ PROTOCOL = 8
         an answer's entries, which are those that the plan returns, in its order, only a digest is sent
     6   in auto vectors are encoded, too, and small arrays together; uploads may be scaled up
     7   in auto matrices may be products of two thin ones
-    8   manifests and headers are compressed with a dictionary of their words
+    8   manifests and headers are compressed with a dictionary of their words, but for those of introductions
 """
 
 _PROTOCOL = "protocol"
@@ -200,7 +200,9 @@ class Manifest:
             "parcels": parcels,
             "upload": self.upload.to_json(),
         }
-        return ConfigRecord({"manifest": compressed(to_text(vars(self) | converted)), _PROTOCOL: PROTOCOL})
+        text = to_text(vars(self) | converted)
+        data = compressed(text, words=self.plan.action != INTRODUCE)  # of which other versions read the refusal
+        return ConfigRecord({"manifest": data, _PROTOCOL: PROTOCOL})
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> Manifest:
@@ -348,8 +350,8 @@ class Header:
         return known.hexdigest()[: 2 * DIGEST_BYTES]
 
     def to_record(self) -> ConfigRecord:
-        header = compressed(to_text(vars(self) if self.secret else _without_secret(vars(self))))
-        return ConfigRecord({"header": header, _PROTOCOL: PROTOCOL})
+        text = to_text(vars(self) if self.secret else _without_secret(vars(self)))
+        return ConfigRecord({"header": compressed(text, words=self.action != INTRODUCE), _PROTOCOL: PROTOCOL})
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any], entries: int = 10_000) -> Header:

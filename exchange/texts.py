@@ -1,7 +1,6 @@
-"""JSON values of messages as bytes: compressed with a dictionary of what manifests and headers usually say.
+"""JSON of manifests and headers, compressed with a preset dictionary.
 
-A message of few values is a few kilobytes. What is said of them would be a large part of it if each message carried the
-names of fields and the usual names of entries once more.
+For small messages, field and entry names would otherwise be a large part of the bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ WORDS = b"".join((
     b'"unbiased":true},"nonce":""}{"experiment":"","plan":{"client":"","round":2,"action":"train","trains":[0,"returns":'
     b'{"model":[0,"remembers":{},"groups":{},"objective":"","options":{}},"record":"arrays","layout":{"raw":[["',
 ))  # fmt: skip
-"""What server and clients must have alike: a change of it is one of the protocol."""
+"""The preset dictionary. Server and clients must have the same one: a change requires a new version of the protocol."""
 
 
 def to_text(value: Any) -> bytes:
@@ -44,14 +43,16 @@ def to_text(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def compressed(text: bytes) -> bytes:
-    """A text as it is sent."""
+def compressed(text: bytes, *, words: bool = True) -> bytes:
+    """A text as it is sent. `words`: with the dictionary; not if other versions of the protocol must read it."""
+    if not words:
+        return zlib.compress(text)
     compress = zlib.compressobj(zdict=WORDS)
     return compress.compress(text) + compress.flush()
 
 
 def decompressed(data: bytes, limit: int) -> bytes:
-    """The text of what was received.
+    """The text of what was received, with the dictionary or without it.
 
     Raises:
         TypeError: it is not bytes.

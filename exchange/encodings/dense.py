@@ -67,8 +67,8 @@ class BFloat16(_FixedWidth):
             largest = max(largest, int(magnitude.max()))
         if _OVERFLOWS <= largest < _INFINITY:
             raise EncodingError(
-                f"it has values up to {np.abs(values).max():.4g}, but the largest of bfloat16 is 3.39e+38: "
-                "choose float32"
+                f"it has values up to {np.abs(values).max():.4g}, but bfloat16 represents values up to "
+                "3.39e+38: choose float32"
             )
         return bytes_of(upper)
 

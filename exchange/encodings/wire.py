@@ -184,8 +184,8 @@ class Encoding:
         up: dtype of matrices' differences in uploads, one of DTYPES.
         top_k: share of the matrices' differences, the largest of all, that are uploaded; 0: all.
         error_feedback: clients keep what `int8`, fewer bits and top k leave out, and add it to their next upload. With
-            AUTO they do not where half of them or fewer take part in a round and only their mean is needed, and always
-            do where a mean is not all that is needed, or there is a budget (`Wire.averaged`).
+            AUTO: off if at most half of them take part in a round and only the mean of their updates is needed; always
+            on with a budget, a `left_out` of 0, or where more than the mean is needed (`Wire.averaged`).
         seed: of rounding at random.
         top_k_down: share of the matrices' differences, the largest of a block, that are sent down; 0: all.
         whole: with differences down, dtype of matrices for a client that has nothing to take a difference from, and of
@@ -267,8 +267,10 @@ class Encoding:
             return "none" + made
         down = _sent("changes", self.down, self.top_k_down) if self.differences_down else self.down
         up = _sent("values", self.up, self.top_k) if self.top_k else self.up
-        fed = ", with error feedback" + " if most clients take part" * (self.up == AUTO)
-        return f"{down} down, {up} up" + fed * self.upload.feedback + made
+        fed = ", with error feedback" * (self.upload.feedback or bool(self.budget))
+        if self.up == AUTO and not self.budget:
+            fed = f", with error feedback {'if most clients take part' if self.error_feedback else 'where it must be'}"
+        return f"{down} down, {up} up{fed}{made}"
 
 
 def _sent(what: str, dtype: str, top_k: float) -> str:

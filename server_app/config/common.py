@@ -213,8 +213,8 @@ class EncodingConfig(BaseModel):
     error_feedback: bool = Field(
         True,
         description="clients keep what int8, fewer bits and wire-top-k leave out, and add it to their next upload; "
-        "with auto not where half of them or fewer take part and only their mean is needed, and always with a budget, "
-        "a robust mean, or a method that needs more than means",
+        "with auto off if at most half of the clients take part in a round and only the mean of their updates is "
+        "needed, and always on with wire-budget, a robust mean, or a strategy that needs more than the mean",
     )
 
     @field_validator("budget", mode="before")

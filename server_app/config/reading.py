@@ -31,7 +31,7 @@ def read_run_config(values: Mapping[str, Any], clients: int | None = None, *, wa
         values: key → value; keys that are left out have their defaults. `client.<number>.<key>` is a setting of one
             client of a simulation.
         clients: how many a simulation has; None: not known.
-        warn: whether settings that are probably not intended are logged; not again for values that were checked before.
+        warn: whether to log settings that are probably not intended; False if they are read more than once.
 
     Raises:
         ConfigError: keys are wrong; the message names all of them.
@@ -81,13 +81,15 @@ CHANGEABLE = (
 """Keys that may be changed when a run is resumed."""
 
 
-def open_run(values: Mapping[str, Any], clients: int | None = None) -> tuple[RunConfig, RunDirectory | None]:
+def open_run(
+    values: Mapping[str, Any], clients: int | None = None, *, warn: bool = True
+) -> tuple[RunConfig, RunDirectory | None]:
     """Return the checked config of a run, and its directory if it is resumed, else None. Raises ConfigError.
 
     The arguments are those of `read_run_config`.
     """
     if not values.get("resume"):
-        return read_run_config(values, clients), None
+        return read_run_config(values, clients, warn=warn), None
     try:
         directory = RunDirectory.resume(Path(str(values["resume"])).expanduser())
     except (OSError, ValueError) as error:
@@ -96,7 +98,7 @@ def open_run(values: Mapping[str, Any], clients: int | None = None) -> tuple[Run
     if problems:
         raise _invalid(problems)
     given = {key: value for key, value in given.items() if value != directory.config.get(key)}
-    return read_run_config(_resumed(given, as_of_now(directory.config)), clients), directory
+    return read_run_config(_resumed(given, as_of_now(directory.config)), clients, warn=warn), directory
 
 
 def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,15 +34,16 @@ def wire_warnings(config: RunConfig) -> Iterator[str]:
     if wire.left_out != usual.left_out and AUTO not in (wire.down, wire.up):
         yield (
             f"wire-left-out={wire.left_out:g} has no effect: it is the share that {AUTO!r} leaves out, but "
-            f"wire-dtype-down is {wire.down!r} and wire-dtype-up is {wire.up!r}. Set wire-dtype={AUTO!r}, or remove it."
+            f"wire-dtype-down is {wire.down!r} and wire-dtype-up is {wire.up!r}. Set wire-dtype={AUTO!r}, or remove "
+            "wire-left-out."
         )
     if not wire.encoding(config.rounds.seed).differences_down:
         for key in ("dtype_whole", "reference_megabytes"):
             if (value := getattr(wire, key)) != getattr(usual, key):
                 yield (
-                    f"wire-{key.replace('_', '-')}={json.dumps(value)} has no effect: it is for changes that are sent "
+                    f"wire-{key.replace('_', '-')}={json.dumps(value)} has no effect: it applies to differences sent "
                     f"to clients, but wire-dtype-down={wire.down!r} sends values. Set wire-dtype-down to int4, "
-                    f"ternary, sign, a rank or {AUTO}, or wire-top-k-down, or remove it."
+                    f"ternary, sign, a rank or {AUTO}, or set wire-top-k-down; otherwise remove this key."
                 )
     if wire.up == AUTO and not wire.error_feedback and (why := _always_fed_back(config)):
         yield (
@@ -53,6 +54,8 @@ def wire_warnings(config: RunConfig) -> Iterator[str]:
 
 def _always_fed_back(config: RunConfig) -> str:
     """Return the key that makes clients keep what `auto` leaves out, and its value; "" if none does."""
+    if not config.wire.left_out:
+        return "wire-left-out=0"
     if config.wire.budget:
         return f"wire-budget={config.wire.budget!r}"
     if not averages(config.rounds.robust):

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from tepal.exchange.layout import Shaped
 from tepal.exchange.manifest import PARTS, RECORD, Header
 from tepal.exchange.parts import pack, unpack
-from tepal.exchange.texts import compressed, decompressed
+from tepal.exchange.texts import compressed, decompressed, to_text
 from tepal.strategies.in_process import Answers
 from tests.answers import returned_by
 
@@ -363,4 +363,4 @@ def seal(content: Content, fields: Fields) -> None:
         readable = vars(made.with_checksum(content))
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
-    content[RECORD]["header"] = compressed(json.dumps(readable, separators=(",", ":")).encode())
+    content[RECORD]["header"] = compressed(to_text(readable))

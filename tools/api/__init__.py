@@ -22,7 +22,7 @@ from tepal.tools.api.own_training import Train, check_own_training, client_app
 from tepal.tools.api.run import Run, load
 from tepal.tools.api.shown import console_of
 from tepal.tools.paths import absolute_paths
-from tepal.tools.simulation.running import cache_of, check_clients, run_once, without_warnings
+from tepal.tools.simulation.running import cache_of, check_clients, run_once
 from tepal.tools.simulation.this_process import ThisProcess
 from tepal.tools.terminal import RoundProgress
 
@@ -78,8 +78,7 @@ def simulate(
     """
     values, count = _settings(model, data, clients, runs, {**options, "strategy": strategy}, rounds, seed)
     _check_modes([strategy], model)
-    with without_warnings():  # the run shows them
-        config, _ = open_run(values, count)
+    config, _ = open_run(values, count, warn=False)  # the run shows them
     check_clients(config, count)
     if train is not None:
         _check_own(config, train)
@@ -89,7 +88,7 @@ def simulate(
     console = console_of(progress)
     with RoundProgress(config.rounds.num_server_rounds, console=console) as shown:
         try:
-            return Run(run_once(engine.run, config, shown, console, False, lambda _run: None))
+            return Run(run_once(engine, config, shown, console, False, lambda _run: None))
         except RunError as error:
             if errors:
                 raise error from errors[0]  # its traceback leads into the user's function

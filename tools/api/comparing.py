@@ -29,7 +29,7 @@ from tepal.tools.compare.plan import OWN_KEYS
 from tepal.tools.compare.runs import check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.sections import NAME, Section, Variant
 from tepal.tools.compare.target import target_value
-from tepal.tools.simulation.running import cache_in, check_clients, run_once, without_warnings
+from tepal.tools.simulation.running import cache_in, check_clients, run_once
 from tepal.tools.simulation.this_process import ThisProcess
 from tepal.tools.terminal import RoundProgress
 
@@ -138,8 +138,7 @@ def compared(
     except ValueError as error:
         raise ConfigError(f"target is {target!r}: {error}") from error
     comparison = Comparison(Path(str(config["runs"])), runs, common, clients, target=score, sections=sections)
-    with without_warnings():  # each run shows its own
-        check(comparison, lambda one: check_clients(one, clients))
+    check(comparison, lambda one: check_clients(one, clients), warn=False)  # each run shows its own
     try:
         check_tasks(comparison)
     except ConfigError as error:
@@ -149,7 +148,7 @@ def compared(
     engine.cache = cache_in(comparison.folder)
 
     def start(one: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
-        return run_once(engine.run, one, progress, console, False, on_run)
+        return run_once(engine, one, progress, console, False, on_run)
 
     run_all(comparison, start, console=console, errors=console)
     return Compared(comparison.folder)

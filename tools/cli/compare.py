@@ -27,7 +27,7 @@ from tepal.tools.compare.comparison import (
 from tepal.tools.compare.grid.expand import planned_text, strategies_grid, variants_grid
 from tepal.tools.compare.grid.values import Grid, read_vary
 from tepal.tools.compare.runs import ALL, USUAL, check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
-from tepal.tools.compare.tables import comparison_table
+from tepal.tools.compare.tables import comparison_table, resume_command
 from tepal.tools.compare.target import target_value
 from tepal.tools.compare.variants import VariantsFile, read_variants
 from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
@@ -129,22 +129,18 @@ def compare_command(
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
 
             def start(config: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
-                return run_once(simulated.run, config, progress, console, verbose, on_run, simulated.options)
+                return run_once(simulated, config, progress, console, verbose, on_run)
 
             try:
                 run_all(
                     comparison, start, console=console, errors=errors, at_once=simulated.at_once, stop=simulated.stop
                 )
             except SystemExit:  # of SIGTERM or SIGHUP
-                command = f"tepal compare --resume {comparison.folder} {simulated.options}"
-                hint = f"Resume it with `{command.strip()}`"
+                hint = f"Resume it with `{resume_command(comparison, simulated.options)}`"
                 console.print(hint, markup=False, highlight=False, soft_wrap=True)
                 raise
-        console.print(comparison_table(measure(comparison)), soft_wrap=True)
+        console.print(comparison_table(measure(comparison), simulated.options), soft_wrap=True)
     outcomes = {run.outcome for run in comparison.runs}
-    if outcomes != {"finished"} and simulated.options:
-        hint = f"To resume on the same cluster, add {simulated.options}"
-        console.print(hint, markup=False, highlight=False, soft_wrap=True)
     if "stopped" in outcomes:
         raise typer.Exit(130)  # as shells do for a command that Ctrl-C ended
     if outcomes != {"finished"}:

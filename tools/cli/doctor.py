@@ -39,7 +39,8 @@ def doctor_command(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="a Ray cluster, HOST:PORT or auto, whose machines must have this one's versions; none: no cluster",
+            help="a Ray cluster (HOST:PORT or auto) whose machines are checked for the versions installed here; none: "
+            "no cluster",
             show_default="$RAY_ADDRESS",
         ),
     ] = None,

@@ -111,7 +111,7 @@ def run_and_show(engine: Runner, config: RunConfig, console: Console, verbose: b
     begun: list[Path] = []
     try:
         with RoundProgress(config.rounds.num_server_rounds, console=console) as progress:
-            run = run_once(engine.run, config, progress, console, verbose, begun.append, engine.options)
+            run = run_once(engine, config, progress, console, verbose, begun.append)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C; SIGTERM and SIGHUP
         hint = resume_hint(begun[0], engine.options) if begun else ""
         console.print(hint, markup=False, highlight=False, soft_wrap=True)

@@ -60,7 +60,6 @@ class ClusterEngine(Runner):
         super().__init__(app, clients)
         self._cluster = cluster
         self.at_once = cluster.at_once
-
         self.options = f"--ray {cluster.address}"
 
     @property

@@ -42,6 +42,8 @@ RESULT_FILE = f"{RESULT}/result.json"
 MOST = 64 * 2**20
 """Bytes of files in one answer, if more than one file has changed."""
 
+MISSING = "missing"
+"""In place of the version of a library that a machine does not have."""
 _COMPARED = (
     "flwr", "flwr-datasets", "numpy", "pydantic", "ray", "safetensors", "scikit-learn", "torch", "torchvision",
     "transformers",
@@ -278,13 +280,13 @@ class Machine:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what runs need or may need, on this machine; "missing" for what it does not have."""
+    """Versions of Python and of what runs need or may need, on this machine; MISSING for what it does not have."""
 
     def of(package: str) -> str:
         try:
             return version(package)
         except PackageNotFoundError:
-            return "missing"
+            return MISSING
 
     return {"python": python_version(), **{package: of(package) for package in _COMPARED}}
 

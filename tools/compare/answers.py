@@ -232,9 +232,7 @@ def _not_reached(result: Result) -> str:
         reached = result.figures.get("rounds_to_target")
         if reached:
             return f"the bytes of {result.label} are not known"
-        if result.unscored and result.target is not None:
-            return f"{result.label} has no score on {result.target.data}"
-        return f"{result.label} does not reach it"
+        return f"{result.label} has {result.lacks}" if result.lacks else f"{result.label} does not reach it"
     return f"{result.label} reaches it with {figure.runs} of {result.aimed} seeds"
 
 

@@ -180,9 +180,9 @@ def _shown(result: Result, known: Mapping[str, Statistic], scale: Scale, group: 
         return _value(known[result.name], scale, result, group)
     if scale.key == "bytes_to_target" and result.figures.get("rounds_to_target"):
         return "bytes not known"
-    if scale.key == "bytes_to_target" and result.unscored and result.target is not None:
-        return f"no score on {result.target.data}"
-    return scale.missing if result.counted else "no result yet"
+    if not result.counted:
+        return "no result yet"
+    return (scale.key == "bytes_to_target" and result.lacks) or scale.missing
 
 
 def _value(figure: Statistic, scale: Scale, result: Result, group: Group) -> str:

@@ -138,10 +138,12 @@ class Result:
         return sum(self.target is not None and self.target.at(each.run.seed) is not None for each in self.counted)
 
     @cached_property
-    def unscored(self) -> bool:
-        """Whether no counted run has a score on the target's data, such as one of personal models on the server's."""
-        own = self.target is not None and self.target.own_tests
-        return bool(self.counted) and not any(each.scores_on(own_tests=own) for each in self.counted)
+    def lacks(self) -> str:
+        """What all counted runs lack of a target: "no score on the server's data", as of personal models; else ""."""
+        if self.target is None or not self.counted:
+            return ""
+        scored = any(each.scores_on(self.target.own_tests) for each in self.counted)
+        return "" if scored else f"no score on {self.target.data}"
 
     @property
     def finished(self) -> int:

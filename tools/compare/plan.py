@@ -64,7 +64,7 @@ class Comparison:
         runs: Every strategy or variant with every seed.
         run_config: The run config of all runs, without `OWN_KEYS`; a variant's own keys are in its section.
         clients: The number of simulated clients.
-        cpus, gpus: Resources of each client, as of `tepal compare`; on a cluster of each run.
+        cpus, gpus: Resources of each client, as of `tepal compare`; on a cluster, of each run.
         memory: Gigabytes of each run on a cluster.
         engine: What simulates the clients.
         target: The score until which bytes, rounds and time are counted, or the text of a `FinalScore`; None:

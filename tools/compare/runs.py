@@ -100,16 +100,20 @@ def seed_numbers(text: str) -> list[int]:
     return seeds
 
 
-def check(comparison: Comparison, check_one: Check, where: str = "") -> None:
+def check(comparison: Comparison, check_one: Check, where: str = "", *, warn: bool = True) -> None:
     """Check that all unfinished runs can be run. Raises ConfigError with the problems of all strategies or variants.
 
-    `where`: what names the variants file, before each problem.
+    Args:
+        comparison: whose runs are checked.
+        check_one: what else is checked of a run.
+        where: what names the variants file, before each problem.
+        warn: as of `read_run_config`.
     """
     unfinished = {comparison.place(run): run for run in comparison.runs if run.outcome != "finished"}
     wrong: dict[str, list[str]] = {}
     for place, run in unfinished.items():
         try:
-            check_one(read_run_config(comparison.config_of(run), comparison.clients))
+            check_one(read_run_config(comparison.config_of(run), comparison.clients, warn=warn))
         except ConfigError as error:
             wrong.setdefault(str(error), []).append(place)
     if wrong:

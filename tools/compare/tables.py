@@ -136,8 +136,16 @@ def setting(results: Results) -> str:
 # --- terminal -------------------------------------------------------------------------------------------------------
 
 
-def comparison_table(results: Results) -> Parts:
-    """Tables, notes, paths of the results, and answers, for `console.print(…, soft_wrap=True)`."""
+def resume_command(comparison: Comparison, options: str = "") -> str:
+    """The command that goes on with a comparison; `options`: of the engine, as `Runner.options`."""
+    return f"tepal compare --resume {comparison.folder} {options}".rstrip()
+
+
+def comparison_table(results: Results, options: str = "") -> Parts:
+    """Tables, notes, paths of the results, and answers, for `console.print(…, soft_wrap=True)`.
+
+    `options`: of the engine, for the command that goes on with what is not finished.
+    """
     comparison, shows = results.comparison, []  # type: tuple[Comparison, list[RenderableType]]
     titled = any(group.section.title for group in results.sections)
     if titled:
@@ -147,7 +155,7 @@ def comparison_table(results: Results) -> Parts:
     behind = "over the clients" if len(comparison.seeds) == 1 else "over the seeds"
     lines = [*([""] if titled else []), *notes(results), f"Clients' own tests: mean ± standard deviation {behind}"]
     if results.unfinished:
-        lines += [f"Resume the unfinished runs with `tepal compare --resume {comparison.folder}`"]
+        lines += [f"Resume the unfinished runs with `{resume_command(comparison, options)}`"]
     lines += [f"Results in {comparison.folder}"]
     page = f"{comparison.folder / HTML}  (open it in a browser)"
     files = [f"{comparison.folder / name}" for name in (CSV, RUNS_CSV, MARKDOWN, LATEX, SVG)]

@@ -9,24 +9,23 @@ from tepal.tools.cluster import machine
 from tepal.tools.cluster.connection import connected, versions_by_machine
 from tepal.tools.deploy.doctor import OK, PROBLEM, Finding
 
-_MISSING = "missing"  # as `machine.versions` says it
 _LEAST = 0.01  # cores: any machine has so many
 
 
 def check_cluster(address: str) -> Iterator[Finding]:
     """Check that a cluster answers, and that each machine with cores has this one's versions of what is installed here.
 
-    What is missing here no run of this machine needs: some libraries are for single models or data sets.
+    Libraries that are missing here are not compared: no run of this machine needs them.
     """
     try:
         with connected(address, _LEAST) as cluster:
             yield Finding("Ray cluster", OK, cluster.contents)
-            ours = {package: of for package, of in machine.versions().items() if of != _MISSING}
+            ours = {package: of for package, of in machine.versions().items() if of != machine.MISSING}
             for name, theirs in versions_by_machine().items():
                 if isinstance(theirs, str):
                     yield Finding(name, PROBLEM, theirs, "see `ray status`, and Ray's logs on that machine")
                     continue
-                said = ", ".join(f"{package} {theirs.get(package, _MISSING)}" for package in ours)
+                said = ", ".join(f"{package} {theirs.get(package, machine.MISSING)}" for package in ours)
                 if other := [f"{package} {of}" for package, of in ours.items() if theirs.get(package) != of]:
                     remedy = f"install there what is here: {', '.join(other)}; else its runs may fail or differ"
                     yield Finding(name, PROBLEM, said, remedy)

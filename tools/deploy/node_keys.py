@@ -78,16 +78,18 @@ class Keys:
         except Unreachable:
             self._unanswered = True
             raise
-        unregister, self._missing = vanished(self._seen, present.values(), self._missing)
+        for each in results:
+            self._log(each)
+        self._unanswered = False
+        unregister, missing = vanished(self._seen, present.values(), self._missing)
         for node in self._fleet.node_keys() if unregister else ():
             if node.public_key in unregister and node.status != "unregistered":
                 self._fleet.unregister(node.node_id)
                 done = f"unregistered: its key was removed from {self.server.nodes}, or replaced"
-                results.append(KeyResult(node.name, done))
-        for each in results:
-            self._log(each)
-        self._unanswered = False
-        self._present, self._seen, self._stamp = present, {*present.values(), *self._missing}, stamp
+                self._log(KeyResult(node.name, done))
+        # Only now: what could not be unregistered is missing still, and the next update tries it again.
+        self._missing = missing
+        self._present, self._seen, self._stamp = present, {*present.values(), *missing}, stamp
         wrong = {each.site for each in results if each.problem}
         self.names = sorted(name for name in present if name not in wrong)
 

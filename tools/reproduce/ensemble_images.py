@@ -188,7 +188,8 @@ class EnsembleImages(Experiment):
         counts = [count for count in BY_LABELS if any(of[count] for of in scores.values())]
         if len(counts) < 2:
             return Reproduction([])
-        title = f"Accuracy by labels per client, {len(_SEEDS)} seeds"
+        seeds = max(len(of_one) for of in scores.values() for of_one in of.values())
+        title = f"Accuracy by labels per client, {seeds} seeds"
         table = paper_table(
             title, "labels", {method: method for method in scores}, counts,
             lambda count, method: mean_text(scores[method][count]),
@@ -232,8 +233,8 @@ _SEARCHED = (
 _PAIRED = "Differences are paired by seed; intervals are Student's at 95 %."
 _POOLED = (
     f"{POOLED.capitalize()}: one model is trained on the images of all clients by FedAvg's optimizer and batches, in "
-    "as many steps as FedAvg's clients have together; its rate is searched likewise. It is no upper bound: it may have "
-    "its best accuracy long before the last round, whose accuracy the table has."
+    "as many steps as FedAvg's clients have together; its rate is searched likewise. It is no upper bound: the table "
+    "has its accuracy after the last round, which may be below its best."
 )
 
 
@@ -268,7 +269,7 @@ class EnsembleMnist(EnsembleImages):
         40: (0.9817, 0.9353, 0.9553, 0.18), 80: (0.9798, 0.9274, 0.9484, 0.20),
     }  # fmt: skip
     deviations = (
-        "All clients participate in every round, and each mode has ten of them (of 100 clients, 20).",
+        "All clients participate in every round, so that ten train each mode (20 of 100 with `--full`).",
         _SEARCHED,
         _PAIRED,
         "Clients, local work, batch size and rounds are chosen here, as the paper does not give them. The server's "

@@ -76,8 +76,8 @@ class FedFrozenCosts(Experiment):
     deviations = (
         "The models by name include the head of their task; the paper's five do not. A model whose library is not "
         "installed has no row.",
-        "The paper's share of query and key and its relative cost do not agree for T5-small and BART-base: 1 less .8 "
-        "of the share is .9192 and .9215.",
+        "For T5-small and BART-base the paper's share s of query and key does not agree with its relative cost: "
+        "1 - .8 s is .9192 and .9215.",
     )
     small_scale = full_scale = (
         f"{WARMUP} warm-up rounds of {ROUNDS}; models in their full size, built without weights: nothing is reduced."
@@ -105,7 +105,7 @@ class FedFrozenCosts(Experiment):
         return {**of, "parameters": parameters, "frozen": frozen, **costs}
 
     def results(self, found: Mapping[str, Values]) -> Reproduction:
-        headings = ("model", "parameters", "query and key", "paper", "up", "paper", "both ways")
+        headings = ("model", "parameters", "query and key", "query and key, paper", "up", "up, paper", "both ways")
         papers = [of for of in found.values() if "paper" in of]
         others = [of for of in found.values() if "paper" not in of]
         tables = [

@@ -69,22 +69,17 @@ def against(ours: Losses, others: Losses) -> tuple[str, str]:
     diverged = count - len(mine), count - len(theirs)
     if any(diverged):
         decided = {(0, count): "lower", (count, 0): "higher"}.get(diverged, "undecided")
-        said = f"{diverged[0]} of {count} seeds diverged, of the other {diverged[1]}"
+        said = f"{diverged[0]} of {count} seeds diverged, against {diverged[1]} of {count}"
         return said, decided if count > 1 else ""
     gain = paired(theirs, mine, count, ratio=True)
-    return (_factor(gain), gain.verdict) if gain else ("not defined", "undecided")
+    return (_Factor(**vars(gain)).text, gain.verdict) if gain else ("not defined", "undecided")
 
 
-def _factor(gain: Paired) -> str:
-    """A factor with its interval, in four decimals: many are close to 1."""
+class _Factor(Paired):
+    """A factor in four decimals: many are close to 1."""
 
-    def text(value: float) -> str:
-        return f"{value:.4f}" if value < 10 else f"{value:.4g}"
-
-    if gain.interval is None:
-        return text(gain.mean)
-    low, high = map(text, gain.interval)
-    return f"{text(gain.mean)} ({low} to {high}{', undecided' if gain.undecided else ''})"
+    def write(self, number: float) -> str:
+        return f"{number:.4f}" if number < 10 else f"{number:.4g}"
 
 
 def lower(text: str, factors: Mapping[str, tuple[str, str]]) -> list[Claim]:

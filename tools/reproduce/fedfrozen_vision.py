@@ -209,10 +209,10 @@ class FedFrozenVision(Experiment):
             f"Optuna's TPE sampler at α = {SEARCHED}, on training images that the results do not have, and scored on "
             f"{kind.small.validation:,} further ones. The paper has one rate for all, and does not say how it was "
             "found.",
-            "Differences are paired by seed; intervals are Student's at 95 %. Over all α, a seed's difference is the "
-            "mean of those at each. The paper has one seed.",
-            f"T_warm is {', '.join(map(str, kind.warmups))} of 10 rounds by α, as in the paper. That an accuracy is "
-            f"another's within {WITHIN} is chosen here: the paper's FedFrozen less its FedAvg is {_said(kind.paper)}.",
+            "Differences are paired by seed; intervals are Student's at 95 %. Over all α, the difference of a "
+            "seed is its mean over the values of α. The paper has one seed.",
+            f"T_warm is {', '.join(map(str, kind.warmups))} of 10 rounds by α, as in the paper. The margin of {WITHIN} "
+            f"is chosen here; in the paper FedFrozen's accuracy less FedAvg's is {_said(kind.paper)} by α.",
             "FedAvg with SGD is not in the paper: SCAFFOLD needs SGD, and this is what it is to be compared with.",
             *kind.deviations,
         )

@@ -76,9 +76,9 @@ _OF_VIT = (
     "4,000 images, 20 clients, ten of them per round, 15 rounds of ten steps"
 )
 _OF_CLIP = (
-    "CLIP ViT-B/32 with its own normalisation; batches of 64. Images are resized to 224x224 by bilinear interpolation, "
-    "in CLIP by a bicubic one and a crop. The text has CLIP's weights from DataComp, the authors' code OpenAI's: "
-    "weights/ decides"
+    "CLIP ViT-B/32 with its own normalisation; batches of 64. Images are resized to 224x224 by bilinear interpolation; "
+    "CLIP uses bicubic interpolation and a crop. The paper names CLIP's weights from DataComp, the authors' code "
+    "OpenAI's; the weights in weights/ are used"
 )
 
 
@@ -126,7 +126,7 @@ KINDS: Mapping[str, Kind] = {
          "batch-size": 32},
         "XGLUE-NC and XLM-R-base, a client has texts of one of five languages; 20 rounds of one local epoch, batches "
         "of 32. The text does not say which texts are trained on; here, as in the authors' code, XGLUE's validation "
-        "texts, of which all languages have as many. Title and body are a pair, in the authors' code one text",
+        "texts, of which each language has the same number. Title and body are a pair, in the authors' code one text",
     ),
 }  # fmt: skip
 PRETRAIN: Mapping[str, Any] = {
@@ -149,9 +149,9 @@ class Selective(Experiment):
     deviations = (
         "The learning rate of every selection, for gradients also λ (as a share) and whether budgets are filled, are "
         f"found by the same number of trials of Optuna's TPE sampler with R = {SEARCHED}, and never by test examples "
-        "of the results. The paper has one rate, .01, for all, and tunes λ between 1 and 1000 for every data set.",
-        "The paper's λ is absolute. Here it is a share of the largest squared norm that is usual among the clients, "
-        "their median: one client with large gradients does not decide for all.",
+        "of the results. The paper has one rate, .01, for all these data sets, and a λ of each: 1000, 10 and 10.",
+        "The paper's λ is absolute. Here λ is a share of the median over the clients of each one's largest squared "
+        "gradient norm, so that one client with large gradients does not decide for all.",
         "Gradients of one batch decide on layers; in the authors' code, sums over all batches. Accuracy is that after "
         "the last round; the authors' code records the best of all rounds.",
         "Differences are paired by seed; intervals are Student's at 95 %.",
@@ -227,7 +227,7 @@ class Selective(Experiment):
             parts.append(_layers(runs["gradient"], budget))
             if same := alike("gradient", runs):
                 text = f"{what}: {', '.join(same)} trained the same layers as gradient in every round of every seed."
-                parts.append(Reproduction([], findings=[f"{text} Their rows differ in the settings alone."]))
+                parts.append(Reproduction([], findings=[f"{text} The rows differ only because the settings differ."]))
             parts.append(Reproduction([], claims=claims(self.kind.full_data, budget, runs, scores)))
         if parts:
             figure = by_setting(lines, "budgets", "By budget", "layers that a client trains", _CAPTION)

@@ -15,7 +15,7 @@ NEAR = 0.01
 """A difference of accuracy that counts as small."""
 DRAWN = "1-4"
 """The budgets of Table 2 and Figure 2: one to four layers, drawn for each client."""
-_ALIKE = "{} trained the same layers in every round, so that only settings differ"
+_ALIKE = "not compared, because both selections trained the same layers in every round: {}"
 
 
 def claims(data: str, budget: str, runs: Runs, scores: Scores) -> list[Claim]:
@@ -39,8 +39,8 @@ def _on_accuracy(data: str, budget: str, runs: Runs, scores: Scores) -> Iterator
     if data == "xglue-nc" and budget != DRAWN:  # Section 5.2: on texts the two are similar, and better than all others
         if of_rgn:
             text = f"{what}: selection by gradients is as good as RGN, within {NEAR}."
-            tested = None if "rgn" in same else as_good(text, {"rgn": of_rgn}, NEAR)
-            yield Claim(text, _ALIKE.format("They"), UNTESTED) if "rgn" in same else tested
+            of_both = {"rgn": of_rgn}
+            yield Claim(text, _ALIKE.format("rgn"), UNTESTED) if "rgn" in same else as_good(text, of_both, NEAR)
         yield _ahead(f"{what}: selection by gradients is better than each other selection but RGN.", gains, same)
     else:
         others = gains | ({"rgn": of_rgn} if of_rgn else {})
@@ -55,7 +55,7 @@ def _on_accuracy(data: str, budget: str, runs: Runs, scores: Scores) -> Iterator
 def _ahead(text: str, gains: Mapping[str, Paired], same: Sequence[str]) -> Claim | None:
     """The claim that a selection is ahead of others, of which `same` are no test."""
     left_out = [method for method in gains if method in same]
-    said = _ALIKE.format(" and ".join(left_out)) if left_out else ""
+    said = _ALIKE.format(", ".join(left_out)) if left_out else ""
     claim = ahead(text, {method: gain for method, gain in gains.items() if method not in left_out})
     if claim is None:
         return Claim(text, said, UNTESTED) if said else None
@@ -84,9 +84,8 @@ def _on_layers(data: str, budget: str, runs: Mapping[int, Mapping[str, object]])
                   "last": {seed: _depth(of[-rounds[seed] :]) for seed, of in layers.items()}}  # fmt: skip
         text = f"{what} move towards the input: their mean number falls from the first third of the rounds to the last"
         return ahead(f"{text} (Figure 2).", differences("first", depths))
-    place = {"cifar-10": "top", "domainnet": "middle"}[data]
+    place, words = {"cifar-10": ("top", "next to the output"), "domainnet": ("middle", "in the middle")}[data]
     shares = {each: {seed: _share(of, each) for seed, of in layers.items()} for each in ("top", "middle", "bottom")}
-    words = {"top": "next to the output", "middle": "in the middle"}[place]
     return ahead(f"{what} are mostly those {words} (Figure 2).", differences(place, shares))
 
 

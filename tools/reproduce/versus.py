@@ -109,15 +109,16 @@ def as_good(text: str, gains: Mapping[str, Paired], within: float) -> Claim | No
     return Claim(text, measured, FAILS if outside else HOLDS if inside else UNDECIDED) if ends else None
 
 
-def as_most(text: str, gains: Mapping[str, Paired], within: float) -> Claim | None:
+def as_most(text: str, gains: Mapping[str, Paired], within: float, wanted: Iterable[str]) -> Claim | None:
     """The claim that a method scores as most of the others do, up to `within`; arguments as of `ahead`.
 
     It holds if more than half of the intervals lie within ±`within`, and does not hold if at least half lie outside.
     """
-    ends, measured, whole = _known(gains)
+    others = {*gains, *wanted}
+    ends, measured, whole = _known(gains, others)
     inside = sum(low >= -within and high <= within for low, high in ends)
     outside = sum(low > within or high < -within for low, high in ends)
-    holds, fails = inside > len(gains) / 2, outside >= len(gains) / 2
+    holds, fails = inside > len(others) / 2, outside >= len(others) / 2
     return Claim(text, measured, FAILS if fails else HOLDS if holds and whole else UNDECIDED) if ends else None
 
 

@@ -24,7 +24,7 @@ from tepal.tools.search.results import best_table, trial_line
 from tepal.tools.search.running import open_search, run_trials, score_of
 from tepal.tools.simulation.engine import Engine, Runner
 from tepal.tools.simulation.engines import AUTO, PROCESS, engine_for
-from tepal.tools.simulation.running import cache_in, check_clients, run_once, without_warnings
+from tepal.tools.simulation.running import cache_in, check_clients, run_once
 from tepal.tools.spaces import optuna_is_missing
 from tepal.tools.terminal import RoundProgress, shown
 
@@ -62,9 +62,8 @@ def search_command(
             engine.start_ahead()
             for variant in plan.searched:
                 first = {key: space.samples[0] for key, space in variant.search.items()}
-                with without_warnings():
-                    config = read_run_config({**usual, **plan.config_of(variant, first)})
-                    check_clients(config, plan.clients, here=engine.here)
+                config = read_run_config({**usual, **plan.config_of(variant, first)}, warn=False)
+                check_clients(config, plan.clients, here=engine.here)
             folder = folder.expanduser().resolve()
             open_search(plan, folder)
             engine.cache = cache_in(folder)
@@ -87,12 +86,13 @@ def search_command(
 def _engine(
     ray: str | None, app: Path, clients: int, cpus: float | None, gpus: float, memory: float
 ) -> AbstractContextManager[Runner]:
-    """Return the engine of all trials. Raises ValueError for a share of a GPU, or memory, of this machine."""
+    """Return the engine of all trials. Raises ValueError for what only the machines of a cluster can be asked for."""
 
     def here(_engine: str, app: Path, **resources: Any) -> Engine:
         if gpus:
             raise ValueError(
-                f"--gpus {gpus:g} is for the machines of a cluster: --ray ADDRESS. Here clients share GPUs"
+                f"--gpus {gpus:g} needs a Ray cluster: add --ray ADDRESS, or remove --gpus. On this machine clients "
+                "share the GPUs"
             )
         return engine_for(PROCESS, app, **resources)
 
@@ -109,11 +109,11 @@ class Simulated:
         self._console, self._verbose = console, verbose
 
     def __call__(self, name: str, config: Mapping[str, Value], on_run: Callable[[Path], None]) -> float:
-        with without_warnings():
-            checked = read_run_config({**self._usual, **config, "runs": str(self._folder), "resume": ""})
+        values = {**self._usual, **config, "runs": str(self._folder), "resume": ""}
+        checked = read_run_config(values, warn=False)
         rounds = checked.rounds.num_server_rounds
         with TrialProgress(rounds, name, self._console, alone=self._engine.at_once == 1) as progress:
-            run = run_once(self._engine.run, checked, progress, self._console, self._verbose, on_run)
+            run = run_once(self._engine, checked, progress, self._console, self._verbose, on_run)
         return score_of(run, self._measure, rounds)
 
 

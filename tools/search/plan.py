@@ -17,7 +17,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from difflib import get_close_matches
@@ -28,7 +27,6 @@ from tepal import models
 from tepal.host.toml import Value, flat, parse_untrusted
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.tools.paths import absolute_paths
-from tepal.tools.simulation.running import without_warnings
 from tepal.tools.spaces import Choices, Range, Space
 from tepal.training.data.inputs import InputConfig
 
@@ -111,8 +109,7 @@ def check_values(plan: SearchPlan, usual: Mapping[str, Value], file: Path) -> st
     for variant in plan.variants:
         for number, values in enumerate(_samples(variant)):
             config = {**usual, **plan.config_of(variant, values)}
-            with without_warnings() if number else nullcontext():  # they are shown once for a variant
-                found = list(dict.fromkeys(_problems(config, plan.clients)))
+            found = list(dict.fromkeys(_problems(config, plan.clients, warn=not number)))  # once for a variant
             if not found:
                 regression = InputConfig.from_run_config(config).kind == models.SEQUENCES
                 measured.add(RMSE if regression else ACCURACY)
@@ -136,9 +133,9 @@ def _samples(variant: SearchedVariant) -> Iterator[dict[str, Value]]:
             yield {**first, key: value}
 
 
-def _problems(config: Mapping[str, Value], clients: int) -> Iterator[str]:
+def _problems(config: Mapping[str, Value], clients: int, *, warn: bool) -> Iterator[str]:
     try:
-        read_run_config(config, clients)
+        read_run_config(config, clients, warn=warn)
     except ConfigError as error:
         yield from (line.strip() for line in str(error).splitlines()[1:])
         return

@@ -50,7 +50,7 @@ class Runner(ABC):
     here = True
     """Whether the runs are on this machine."""
     options = ""
-    """Options with which a command goes on where its runs are; "" for this machine."""
+    """Command-line options that resume a run on the same engine; "" for this machine."""
     at_once = 1
     """How many runs it does at the same time, each called in a thread of its own."""
 

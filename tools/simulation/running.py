@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from tepal.host.files import new_log
-from tepal.host.superlink import EndedRun, RunError, keep_log
+from tepal.host.superlink import RunError, keep_log
 from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run
 from tepal.tools.terminal import RoundProgress, follow_metrics
 
 if TYPE_CHECKING:
     from tepal.server_app.config import RunConfig
+    from tepal.tools.simulation.engine import Runner
+    from tepal.tools.simulation.this_process import ThisProcess
 
 _CLIENTS = ".clients"  # in the folder of runs: the caches of simulated clients, by experiment
 
@@ -76,36 +75,22 @@ def _own_problems(config: RunConfig, here: bool) -> Iterator[str]:
             yield f"client.{client}.device={own['device']!r}: this machine does not have it"
 
 
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Do not log warnings about settings, which are read more than once."""
-    log = getLogger("flwr")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
 def run_once(
-    start: Callable[..., EndedRun],
+    engine: Runner | ThisProcess,
     config: RunConfig,
     progress: RoundProgress,
     console: Console,
     verbose: bool,
     on_run: Callable[[Path], None],
-    options: str = "",
 ) -> Path:
     """Run once with an engine; return the run directory.
 
     Args:
-        start: the engine's method.
+        engine: computes it.
         config: of the run.
         progress: shows it.
         console: where Flower's log is shown if `verbose`.
         on_run: called with the run directory when it is made.
-        options: of the engine, for the hint at how to resume the run.
     """
     resumed, runs = places(config)
     done = threading.Event()
@@ -132,7 +117,7 @@ def run_once(
 
     log = new_log("run")
     try:
-        start(
+        engine.run(
             run_config={**config.flat, "runs": str(runs), "resume": str(resumed or "")},
             on_event=on_event,
             log=log,
@@ -141,7 +126,7 @@ def run_once(
         if not found:
             raise  # the message has the path of the log
         kept = keep_log(log, found[0])
-        said = [error.reason, f"Results so far: {found[0]}", resume_hint(found[0], options)]
+        said = [error.reason, f"Results so far: {found[0]}", resume_hint(found[0], engine.options)]
         raise RunError("\n".join(filter(None, said)), kept) from error
     finally:
         done.set()

@@ -32,6 +32,9 @@ class ThisProcess:
         client_app: what the clients run; by default Tepal's own ClientApp.
     """
 
+    options = ""
+    """As `Runner.options`."""
+
     def __init__(self, clients: int, client_app: ClientApp | None = None) -> None:
         self._clients = clients
         self._app = client_app or own.app

@@ -170,11 +170,12 @@ AUTO_ALONE = {"wire-dtype": "auto", "wire-error-feedback": False}
         ({"wire-dtype-whole": "int4", "wire-dtype-up": "sign"}, "wire-dtype-whole=\"int4\" has no effect: "),
         ({"wire-dtype-whole": "int4", "wire-dtype": "sign"}, ""),
         ({"wire-dtype-whole": "int4", "wire-top-k-down": 0.1}, ""),
-        ({"wire-reference-megabytes": 10}, "wire-reference-megabytes=10.0 has no effect: it is for changes that are"),
+        ({"wire-reference-megabytes": 10}, "wire-reference-megabytes=10.0 has no effect: it applies to differences"),
         ({"wire-reference-megabytes": 10, "wire-dtype": "rank2"}, ""),
         (AUTO_ALONE, ""),
         (AUTO_ALONE | {"robust": "clip"}, ""),
         (AUTO_ALONE | {"strategy": "ditto"}, ""),
+        (AUTO_ALONE | {"wire-left-out": 0.0}, "wire-error-feedback=false has no effect with wire-left-out=0: "),
         (AUTO_ALONE | {"wire-budget": "2MB"}, "wire-error-feedback=false has no effect with wire-budget='2MB': "),
         (AUTO_ALONE | {"robust": "clip+krum"}, r"wire-error-feedback=false has no effect with robust='clip\+krum': "),
         *(

@@ -284,9 +284,8 @@ def test_without_error_feedback_auto_has_it_where_it_cannot_scale_up(monkeypatch
             assert wire.left_out == pytest.approx(0.6 * share)
 
 
-@pytest.mark.parametrize("options", [{"robust": "median"}, {"budget": 500}])
-def test_without_error_feedback_everything_arrives_in_the_end(cache_folder, options):
-    budget = options.pop("budget", 0)
+@pytest.mark.parametrize(("options", "budget"), [({"robust": "median"}, 0), ({}, 500)])
+def test_without_error_feedback_everything_arrives_in_the_end(cache_folder, options, budget):
     encoding = Encoding("auto", "auto", budget=budget, error_feedback=False)
     made, _ = start(FedAvg(encoding=encoding, **options), moving_app(), rounds=12)
     expected = START["w"] + sum(step(0, number).astype(float) for number in range(1, 13))

@@ -30,7 +30,7 @@ from tepal.exchange import MODEL, Entry, Layout, RawTensor, partial_exchange, re
 from tepal.exchange.cache import default_root
 from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest
 from tepal.exchange.parts import pack, unpack
-from tepal.exchange.texts import compressed, decompressed
+from tepal.exchange.texts import compressed, decompressed, to_text
 from tepal.strategies import MethodStrategy
 from tepal.strategies.aggregate import WeightedMean
 from tepal.strategies.fedavg import ModelState
@@ -294,7 +294,7 @@ def to_json(data):
 
 
 def to_bytes(value):
-    return compressed(json.dumps(value, separators=(",", ":")).encode())
+    return compressed(to_text(value))
 
 
 JUNK = (

@@ -66,7 +66,7 @@ def test_a_comparison_without_memory_can_be_read_by_earlier_versions(compare, as
 
 def test_the_hints_name_the_cluster(compare, asked):
     folder, said = begun(compare)
-    assert "To resume on the same cluster, add --ray far:1" in said
+    assert f"Resume the unfinished runs with `tepal compare --resume {folder} --ray far:1`" in said
     assert re.search(r"Resume it with -c 'resume=\S+-fedacs\"' --ray far:1", said)
     compare.failing["fedacs"] = SystemExit(143)
     ended = compare("--resume", str(folder), *CLUSTER, config=None)

@@ -556,6 +556,28 @@ def test_a_key_whose_registration_was_not_answered_is_logged_when_the_superlink_
     assert len(caplog.messages) == 2, "a server that is started again registers nothing"
 
 
+def test_what_was_registered_is_logged_when_unregistering_fails_after_it(folder, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    (folder.nodes / "site-1.pub").rename(folder.folder / "later")
+    keys.update()
+    (folder.folder / "later").rename(folder.nodes / "site-1.pub")
+    (folder.nodes / "site-0.pub").unlink()
+    monkeypatch.setattr(fleet, "unregister", lambda node_id: (_ for _ in ()).throw(Unreachable("timed out")))
+    keys.update()
+    for _ in range(2):
+        with pytest.raises(Unreachable):
+            keys.update()
+    monkeypatch.undo()
+    keys.update()
+    assert fleet.names() == ["site-1"]
+    assert [line.partition(":")[::2] for line in caplog.messages if line.startswith("Node")] == [
+        ("Node site-0", " registered."), ("Node site-1", " registered."),
+        ("Node site-0", f" unregistered: its key was removed from {folder.nodes}, or replaced."),
+    ]  # fmt: skip
+
+
 # ---- certificates -------------------------------------------------------------------------------------------------
 
 

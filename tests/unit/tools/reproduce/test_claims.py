@@ -78,7 +78,15 @@ def test_methods_are_alike_if_their_interval_is_narrow_enough(intervals, verdict
 )
 def test_a_method_is_like_most_others_if_more_than_half_of_the_intervals_are_narrow_enough(intervals, verdict):
     gains = {f"method {k}": gain(*each) for k, each in enumerate(intervals)}
-    assert as_most("As most.", gains, 0.005).verdict == verdict
+    assert as_most("As most.", gains, 0.005, gains).verdict == verdict
+
+
+def test_methods_that_are_not_computed_yet_count_among_most_others():
+    gains = {"one": gain(-0.001, 0.001), "two": gain(-0.002, 0.002), "three": gain(0.1, 0.2)}
+    for wanted, verdict in (("two", HOLDS), ("four", UNDECIDED)):
+        assert as_most("As most.", gains, 0.005, [wanted]).verdict == verdict
+    assert as_most("As most.", {"three": gain(0.1, 0.2)}, 0.005, ["one", "two"]).verdict == UNDECIDED
+    assert as_most("As most.", {"three": gain(0.1, 0.2)}, 0.005, ["one"]).verdict == FAILS
 
 
 def test_without_an_interval_there_is_no_verdict():

@@ -290,10 +290,10 @@ def test_losses_are_compared_as_factors_seed_by_seed_with_student_s_interval():
 
 
 def test_where_seeds_diverged_no_factor_is_given():
-    assert against([1.0, 2.0], [None, 1e12]) == ("0 of 2 seeds diverged, of the other 2", "lower")
-    assert against([None, math.nan], [1.0, 2.0]) == ("2 of 2 seeds diverged, of the other 0", "higher")
-    assert against([1.0, 2.0], [None, 2.0]) == ("0 of 2 seeds diverged, of the other 1", "undecided")
-    assert against([1.0], [None]) == ("0 of 1 seeds diverged, of the other 1", "")
+    assert against([1.0, 2.0], [None, 1e12]) == ("0 of 2 seeds diverged, against 2 of 2", "lower")
+    assert against([None, math.nan], [1.0, 2.0]) == ("2 of 2 seeds diverged, against 0 of 2", "higher")
+    assert against([1.0, 2.0], [None, 2.0]) == ("0 of 2 seeds diverged, against 1 of 2", "undecided")
+    assert against([1.0], [None]) == ("0 of 1 seeds diverged, against 1 of 1", "")
 
 
 @pytest.mark.long
@@ -349,7 +349,7 @@ def test_what_is_told_follows_from_the_numbers():
     assert "The drift is least at λ = 0.001: 1; at λ = 100 it is 4 (medians)" in findings
     assert "As a factor of that at λ = 0.001: 4.0000 (4.0000 to 4.0000) at 100" in findings
     assert "h_λ of FedAvg changes from 3 to diverged, rises in 1 of 2 rounds and is least in round 1" in findings
-    assert "that in round 1: 1 of 2 seeds diverged, of the other 0; that at the start: 1 of 2" in findings
+    assert "that in round 1: 1 of 2 seeds diverged, against 0 of 2; that at the start: 1 of 2" in findings
     assert "to a relative difference of 1e-06" in findings
     assert "for the steepest client: 4 at η = 0.0002, ρ = 1; 4 at η = 0.0002, ρ = 2." in findings
     assert [(claim.text.split(":")[0], claim.measured, claim.verdict) for claim in results.claims] == [
@@ -361,7 +361,7 @@ def test_what_is_told_follows_from_the_numbers():
          "less than FedAvg's: 1.0000 (1.0000 to 1.0000, undecided); less than FedProx's: 0.6000 (0.6000 to 0.6000); "
          "less than SCAFFOLD's: 0.6000 (0.6000 to 0.6000)", UNDECIDED),
         ("ρ = 2", "the least as a factor of the start: 0.3333 (0.3333 to 0.3333); "
-         "the least as a factor of the end: 0 of 2 seeds diverged, of the other 1", UNDECIDED),
+         "the least as a factor of the end: 0 of 2 seeds diverged, against 1 of 2", UNDECIDED),
     ]  # fmt: skip
     assert {figure.key for figure in results.figures} == {
         "warmup", "heat", "steps", "rho", "ridge-loss", "ridge-drift", "profile-2",

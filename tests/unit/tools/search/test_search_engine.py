@@ -46,4 +46,4 @@ def test_each_trial_has_its_share_of_a_machine(searched, monkeypatch):
 
 def test_a_share_of_a_gpu_of_this_machine_is_refused(searched):
     ended = searched("--gpus", "0.25")
-    assert ended.exit_code == 1 and "--gpus 0.25 is for the machines of a cluster: --ray ADDRESS" in ended.output
+    assert ended.exit_code == 1 and "--gpus 0.25 needs a Ray cluster: add --ray ADDRESS" in ended.output
