@@ -38,7 +38,8 @@ from memory.entries import model
 from rich.console import Console
 from rich.table import Table
 
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import PARTS, RECORD, Manifest
 from tepal.exchange.parts import listed, pack
 from tepal.host.flower.objects import Pull, hash_chunks, push, tree_of
 from tepal.host.flower.patches import quick

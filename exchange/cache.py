@@ -2,6 +2,7 @@
 
     <root>/<experiment>/content/<part id>.safetensors          the values, once for all clients on this machine
     <root>/<experiment>/clients/<name>/<tree>.<block>@<part id>.safetensors    a hard link: this client's copy
+    <root>/<experiment>/layout-<id>.json                       see `tepal.exchange.layouts`
     <root>/<experiment>/personal/<name>/                       see `tepal.exchange.personal`
     <root>/secret                                              see `tepal.exchange.secret`
 
@@ -37,6 +38,7 @@ from tepal.exchange.files import (
     write_arrays,
 )
 from tepal.exchange.layout import Arrays, Names
+from tepal.exchange.layouts import LAYOUT, folder_of
 from tepal.exchange.parts import Digests, Part, digests_of
 from tepal.host.files import replacing
 
@@ -67,7 +69,7 @@ class ClientCache:
     def __init__(self, root: Path, experiment: str, client: str, limit: int = DEFAULT_LIMIT) -> None:
         self.root = root
         self.limit = limit
-        own = root / file_name(shortened(experiment))
+        own = folder_of(root, experiment)
         self._content = own / CONTENT
         self._links = own / CLIENTS / file_name(shortened(client))
         self.personal = own / "personal" / file_name(shortened(client))
@@ -208,11 +210,13 @@ class ClientCache:
 
 
 def forget_parts(experiment: Path) -> None:
-    """Remove all parts of an experiment (a folder in a cache's root). The clients' personal state stays."""
+    """Remove parts and layouts of an experiment (a folder in a cache's root). The clients' personal state stays."""
     with usage_of(experiment.parent) as usage:
         for name in (CONTENT, CLIENTS):
             shutil.rmtree(experiment / name, ignore_errors=True)
         usage.listed = 0.0  # so that the next write lists the folder
+    for file in experiment.glob(LAYOUT):
+        file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it is not empty if there is personal state
         experiment.rmdir()
 

@@ -8,6 +8,7 @@ Raw tensors that share storage (tied embeddings) are one entry.
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,17 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
+
+from tepal.exchange.texts import to_text
 
 Names = tuple[str, ...]
 Arrays = Mapping[str, np.ndarray]
 Shaped = tuple[str, str, tuple[int, ...]]
 """(name, dtype, shape) of an array."""
+
+LAYOUT_ID = re.compile("[0-9a-f]{8}")
+"""What a layout's id is like."""
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -98,6 +105,11 @@ class Layout:
     @cached_property
     def names(self) -> Names:
         return tuple(entry.name for entry in self.entries)
+
+    @cached_property
+    def id(self) -> str:
+        """A digest of the layout (8 hexadecimal digits), which tells it from others of the same run."""
+        return blake3(to_text(self.to_json())).hexdigest(4)
 
     @cached_property
     def entries_of(self) -> Mapping[str, tuple[Entry, ...]]:

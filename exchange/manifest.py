@@ -1,9 +1,10 @@
-"""The manifest, which describes a message and its arrays; and the header, which describes its answer.
+"""The manifest, which describes a message and its arrays.
 
-Each is one compressed JSON value (`texts.py`) in a Flower `ConfigRecord` of the message. They are small (a manifest has
-about three bytes for an entry), so they carry everything that is needed to complete and to strip an app's raw
-`state_dict`: server and client share no state but the values themselves. Their fields are written in the order in which
-the classes declare them.
+It and the header, which describes the answer (`header.py`), are each one compressed JSON value (`texts.py`) in a Flower
+`ConfigRecord` of the message. They carry everything that is needed to complete and to strip an app's raw `state_dict`:
+server and client share no state but the values themselves, and the model's layout, which a manifest names by its id if
+the client has said that it knows it (`layouts.py`). With the layout a manifest has about three bytes for an entry.
+Fields are written in the order in which the classes declare them.
 
 An **exchange** is one message and its answer. Its id is the digest of the manifest and the app's settings, which no two
 messages share. The message carries it, so that the client detects damage. The answer repeats it, which shows that it
@@ -16,27 +17,21 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import re
 import reprlib
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
-from typing import Annotated, Any
+from dataclasses import dataclass, fields
+from typing import Any
 
-from blake3 import blake3
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
-from pydantic import FailFast, Field, StrictInt, TypeAdapter, ValidationError
+from flwr.app import ConfigRecord
 
-from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS
 from tepal.exchange.encodings import PLAIN, Wire
-from tepal.exchange.layout import Layout, Names, numbers_of, runs_of
+from tepal.exchange.layout import LAYOUT_ID, Layout, Names, numbers_of, runs_of
+from tepal.exchange.layouts import in_memory, remembered
 from tepal.exchange.parts import DIGEST_BYTES, Part
 from tepal.exchange.plan import INTRODUCE, Plan, Scalar, Tree
-from tepal.exchange.secret import LENGTH as SECRET
 from tepal.exchange.texts import compressed, decompressed, to_text
-from tepal.exchange.threads import in_threads
 
 RECORD = "tepal"
 """Name of the ConfigRecord that carries manifest or header."""
@@ -45,7 +40,7 @@ PARTS = "tepal.parts"
 
 ID = "id"
 """Key of the exchange's id in this record of a message."""
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of what server and clients send each other. It rises with every change that the other side must know.
 
     1   digests of entries and of packed parts are SHA-256; messages do not state a version
@@ -57,19 +52,32 @@ PROTOCOL = 8
     6   in auto vectors are encoded, too, and small arrays together; uploads may be scaled up
     7   in auto matrices may be products of two thin ones
     8   manifests and headers are compressed with a dictionary of their words, but for those of introductions
+    9   a layout that the client knows is named by its id
 """
 
-_PROTOCOL = "protocol"
+PROTOCOL_KEY = "protocol"
+"""Key of the version in a manifest's or header's record."""
+
 _ID = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 _LIMIT = 64_000_000  # bytes of decompressed JSON
-_KNOWN = "_tepal_digests"
 _MOST_BITS = 1e4  # of a value
-_PIECE = 1 << 22  # bytes of a packed part that are hashed at a time
 
 
 class ProtocolError(ValueError):
     """A manifest or header that cannot be read, or that contradicts itself."""
+
+
+class UnknownLayout(ProtocolError):
+    """A manifest that names a layout which is not known here.
+
+    `id`: of the layout; `manifest`: what can be read without it, so with no entry and no parcel.
+    """
+
+    def __init__(self, id: str, manifest: Manifest) -> None:
+        super().__init__(f"it names the model's layout {id!r}, which is not known here")
+        self.id = id
+        self.manifest = manifest
 
 
 def other_version(content: Mapping[str, Any], *, here: str, there: str) -> str:
@@ -80,7 +88,7 @@ def other_version(content: Mapping[str, Any], *, here: str, there: str) -> str:
         here: who received it, "server" or "client".
         there: who sent it.
     """
-    found = content[RECORD].get(_PROTOCOL, 1)
+    found = content[RECORD].get(PROTOCOL_KEY, 1)
     if type(found) is not int or found == PROTOCOL:
         return "" if found == PROTOCOL else f"the {there} states the protocol {reprlib.repr(found)}, which is no number"
     return (
@@ -89,7 +97,8 @@ def other_version(content: Mapping[str, Any], *, here: str, there: str) -> str:
     )
 
 
-def _from_record(content: Mapping[str, Any], key: str, limit: int = _LIMIT) -> dict[str, Any]:
+def json_of(content: Mapping[str, Any], key: str, limit: int = _LIMIT) -> dict[str, Any]:
+    """The manifest or header (`key`) of a message's content as JSON. Raises ProtocolError."""
     try:
         value = json.loads(decompressed(content[RECORD][key], limit))
         if not isinstance(value, dict):
@@ -97,16 +106,6 @@ def _from_record(content: Mapping[str, Any], key: str, limit: int = _LIMIT) -> d
         return value
     except (KeyError, TypeError, ValueError, zlib.error, RecursionError) as error:
         raise ProtocolError(f"its {key} cannot be read ({error})") from error
-
-
-def _digests(array: Array) -> bytes:
-    """The BLAKE3 digests of the pieces of a packed part, joined; kept with the Array, which may be checked again."""
-    data, known = array.data, array.__dict__.get(_KNOWN)
-    if known is None or known[0] is not data:
-        pieces = [memoryview(data)[start : start + _PIECE] for start in range(0, len(data), _PIECE)]
-        digests = in_threads(lambda piece: blake3(piece).digest(), pieces, len(data))
-        known = array.__dict__[_KNOWN] = data, b"".join(digests)
-    return known[1]
 
 
 def exchange_id(content: Mapping[str, Any]) -> str:
@@ -175,7 +174,9 @@ class Manifest:
     nonce: str = ""
     """Random, so that equal manifests begin different exchanges."""
 
-    def to_record(self) -> ConfigRecord:
+    def to_record(self, *, layout_known: bool = False) -> ConfigRecord:
+        """The manifest as it is sent. `layout_known`: the client has said that it knows the layout."""
+        introduces = self.plan.action == INTRODUCE  # of which other versions must be able to read the refusal
         number = {name: k for k, name in enumerate(self.layout.names)}
 
         def numbers(names: Names) -> list[int]:
@@ -196,20 +197,30 @@ class Manifest:
         ]
         converted = {
             "plan": _plan_fields(vars(self.plan), numbers),
-            "layout": self.layout.to_json(),
+            "layout": self.layout.id if layout_known and not introduces else self.layout.to_json(),
             "parcels": parcels,
             "upload": self.upload.to_json(),
         }
-        text = to_text(vars(self) | converted)
-        data = compressed(text, words=self.plan.action != INTRODUCE)  # of which other versions read the refusal
-        return ConfigRecord({"manifest": data, _PROTOCOL: PROTOCOL})
+        data = compressed(to_text(vars(self) | converted), words=not introduces)
+        return ConfigRecord({"manifest": data, PROTOCOL_KEY: PROTOCOL})
 
     @classmethod
-    def from_content(cls, content: Mapping[str, Any]) -> Manifest:
-        """Read the manifest of a message. Raises ProtocolError."""
-        data = _from_record(content, "manifest")
+    def from_content(
+        cls, content: Mapping[str, Any], known: Callable[[str, str], Layout | None] = lambda _, id: in_memory(id)
+    ) -> Manifest:
+        """Read the manifest of a message.
+
+        Args:
+            content: of the message.
+            known: gives the layout that the manifest names; called with the experiment's id and the layout's.
+
+        Raises:
+            UnknownLayout: this layout is not known.
+            ProtocolError: the manifest cannot be read.
+        """
+        data = json_of(content, "manifest")
         try:
-            layout = Layout.from_json(data["layout"])
+            layout = _layout_of(data, known)
 
             def names(runs: list[int]) -> Names:
                 return tuple(layout.names[k] for k in numbers_of(runs, len(layout.names)))
@@ -235,8 +246,29 @@ class Manifest:
                 "upload": Wire(**data["upload"]),
             }
             return _checked(cls(**{of.name: data[of.name] for of in fields(cls)} | converted))
+        except UnknownLayout:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"its manifest cannot be read ({error!r})") from error
+
+
+def _layout_of(data: Mapping[str, Any], known: Callable[[str, str], Layout | None]) -> Layout:
+    """The layout that a manifest lists or names. Raises UnknownLayout, or another error for other data."""
+    if not isinstance(id := data["layout"], str):
+        return remembered(Layout.from_json(id))
+    if not LAYOUT_ID.fullmatch(id):
+        raise ValueError(f"the layout's id is {reprlib.repr(id)}")
+    without = Manifest(
+        experiment=data["experiment"],
+        plan=Plan(needs={}, **_plan_fields(data["plan"], lambda _: ())),
+        record=data["record"],
+        layout=Layout((), ()),
+        current=data["current"],
+        kept=tuple(data["kept"]),
+    )
+    if (layout := known(_checked(without).experiment, id)) is None:
+        raise UnknownLayout(id, without)
+    return layout
 
 
 def _checked(manifest: Manifest) -> Manifest:
@@ -295,97 +327,3 @@ def _plan_fields(plan: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict
         "objective": plan["objective"],
         "options": dict(plan["options"]),
     }
-
-
-_Texts = Annotated[Names, FailFast()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Header:
-    """What a client reports in its answer, in addition to arrays and metrics."""
-
-    experiment: str
-    client: str
-    round: StrictInt
-    action: str
-    answers: str
-    """Id of the exchange, from the manifest as it arrived."""
-    holds: _Texts = ()
-    """Ids of the parts in the client's cache."""
-    carries: str = ""
-    """Of the packed parts: see `listed`."""
-    missing: Mapping[str, _Texts] = field(default_factory=dict)
-    """Part id → entries that were neither sent nor cached: the server sends them in the same round."""
-    refused: str = ""
-    """Why the client has no result; "" if it has one."""
-    notes: _Texts = ()
-    """Problems that did not prevent a result, for the server's log."""
-    metrics: _Texts = ()
-    """Names of the MetricRecords that the checksum covers. A mod before the exchange's may add others."""
-    checksum: str = ""
-    """See `checksum_of`."""
-    secret: Annotated[str, Field(max_length=SECRET)] = field(default="", repr=False)
-    """Of an introduction: see `tepal.exchange.secret`. It is not sent if it is empty, and not in the checksum, because
-    servers of an earlier version do not know it."""
-
-    def with_checksum(self, content: Mapping[str, Any]) -> Header:
-        """This header with the checksum of an answer's content."""
-        return replace(self, checksum=self.checksum_of(content))
-
-    def unchecked(self) -> Header:
-        """This header of a message that stays on this machine: with random digits, as many as a checksum has."""
-        return replace(self, checksum=os.urandom(DIGEST_BYTES).hex())
-
-    def checksum_of(self, content: Mapping[str, Any]) -> str:
-        """Digest of an answer: of this header without its checksum, the metrics that it names, and the packed parts."""
-        known = hashlib.sha256(to_text(_without_secret(vars(self)) | {"checksum": ""}))
-        for name in self.metrics:
-            record = content.get(name)
-            known.update(repr(sorted(record.items()) if isinstance(record, MetricRecord) else None).encode())
-        parts = content.get(PARTS)
-        if isinstance(parts, ArrayRecord):
-            for name, array in parts.items():
-                known.update(repr((name, array.dtype, array.shape, array.stype, len(array.data))).encode())
-                known.update(_digests(array))
-        return known.hexdigest()[: 2 * DIGEST_BYTES]
-
-    def to_record(self) -> ConfigRecord:
-        text = to_text(vars(self) if self.secret else _without_secret(vars(self)))
-        return ConfigRecord({"header": compressed(text, words=self.action != INTRODUCE), _PROTOCOL: PROTOCOL})
-
-    @classmethod
-    def from_content(cls, content: Mapping[str, Any], entries: int = 10_000) -> Header:
-        """Read the header of an answer. Raises ProtocolError: nothing that a client sends is trusted.
-
-        `entries`: number of entries of the model, from which the longest header that is read follows.
-        """
-        data = _from_record(content, "header", HEADER_BYTES + HEADER_BYTES_PER_ENTRY * entries)
-        if absent := [of.name for of in fields(cls) if of.name not in data and of.name != "secret"]:
-            raise ProtocolError(f"its header cannot be read (it has no {absent[0]!r})")
-        missing = data["missing"]
-        if isinstance(missing, dict) and len(missing) > MOST_KEYS:  # pydantic would make an error for each wrong value
-            raise ProtocolError(
-                f"its header cannot be read ('missing' has {len(missing)} keys; at most {MOST_KEYS} are allowed)"
-            )
-        try:
-            return _headers().validate_python(data)
-        except ValidationError as error:
-            raise ProtocolError(f"its header cannot be read ({_first(error)})") from None
-
-
-def _without_secret(header: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in header.items() if name != "secret"}
-
-
-@cache
-def _headers() -> TypeAdapter[Header]:
-    """Reads headers. It is made on demand, because only the server reads them."""
-    return TypeAdapter(Header)
-
-
-def _first(error: ValidationError) -> str:
-    """The first of the errors in words; many are only counted, because a list of them would take much memory."""
-    if error.error_count() > 100:
-        return f"{error.error_count()} of its values have the wrong type"
-    first = error.errors(include_url=False)[0]
-    return f"{reprlib.repr('.'.join(map(str, first['loc'])))} is {reprlib.repr(first['input'])}: {first['msg']}"

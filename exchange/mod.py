@@ -18,17 +18,19 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
 from tepal.exchange.encodings import EncodingError, Wire, add_difference
+from tepal.exchange.header import Header
 from tepal.exchange.initial import keep_initial
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
+from tepal.exchange.layouts import Layouts
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import (
     ID,
     PARTS,
     RECORD,
-    Header,
     Manifest,
     Parcel,
     ProtocolError,
+    UnknownLayout,
     other_version,
     verified_id,
 )
@@ -132,9 +134,9 @@ class PartialExchange:
             return exchange.answer(refused=other)
         if exchange.plan.action == INTRODUCE:
             return exchange.introduction(self.introduce, self.start)
-        trees = exchange.complete()
+        trees = None if exchange.missing else exchange.complete()
         if trees is None:
-            return exchange.answer(missing=exchange.missing)
+            return exchange.answer()
         exchange.hand_over(trees)
         reply = call_next(msg, context)
         return reply if reply.has_error() else exchange.strip(reply, trees)
@@ -150,13 +152,21 @@ class _ClientExchange:
         self.msg = msg
         self.context = context
         self.id = str(msg.content[RECORD][ID]) if is_local(msg) else verified_id(msg.content)
-        self.manifest = Manifest.from_content(msg.content)
+        self.missing: dict[str, Names] = {}
+        named = context.node_config.get("cache-path")
+        root = Path(str(named)) if named else default_root()
+        layouts = Layouts(root)
+        try:
+            self.manifest = Manifest.from_content(msg.content, layouts.find)
+            self.knows = layouts.keep(self.manifest.experiment, self.manifest.layout)
+        except UnknownLayout as error:
+            self.manifest, self.knows = error.manifest, False
+            self.missing[error.id] = ()
         self.plan = self.manifest.plan
         self.client = self.plan.client or own_name(context)
-        root = context.node_config.get("cache-path")
         megabytes = context.node_config.get("cache-megabytes")
         self.cache = ClientCache(
-            Path(str(root)) if root else default_root(),
+            root,
             self.manifest.experiment,
             self.client,
             int(float(megabytes) * 1e6) if megabytes is not None else DEFAULT_LIMIT,
@@ -170,7 +180,6 @@ class _ClientExchange:
             advances=self.plan.action == TRAIN,
             durable=not is_local(msg),
         )
-        self.missing: dict[str, Names] = {}
 
     def introduction(self, introduce: Introduce | None, start: Start | None) -> Message:
         figures: Mapping[str, int | float | list[int]] = {}
@@ -336,7 +345,6 @@ class _ClientExchange:
         *,
         parts: Mapping[Tree, Arrays] | None = None,
         content: Mapping[str, ArrayRecord | MetricRecord | ConfigRecord] | None = None,
-        missing: Mapping[str, Names] | None = None,
         refused: str = "",
         secret: str = "",
     ) -> Message:
@@ -349,9 +357,10 @@ class _ClientExchange:
             answers=self.id,
             holds=self.cache.holds(),
             carries=listed({tree: shapes_of(values, values) for tree, values in (parts or {}).items()}),
-            missing=missing or {},
+            missing={} if refused else self.missing,
             refused=refused,
             notes=(*self.cache.notes, *filter(None, [self.personal.lost])),
+            layout=self.knows,
             metrics=tuple(carried.metric_records),
             secret=secret,
         )

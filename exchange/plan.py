@@ -138,7 +138,7 @@ class Reply:
     exchange: str = ""
     """Id of the answered exchange."""
     holds: Names = ()
-    """Ids of the parts in the client's cache."""
+    """Ids of the parts in the client's cache, and of the layout that it knows."""
     notes: Names = ()
     """Problems that did not prevent the reply, in the client's words."""
     squares: Mapping[Tree, Mapping[str, float]] = field(default_factory=dict)

@@ -16,9 +16,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
 from tepal.exchange.encodings import AUTO, FIXED, PLAIN, Encoding, Wire, add_difference, bits_within
+from tepal.exchange.header import Header
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.local import is_local
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest, Parcel, ProtocolError, other_version, write_id
+from tepal.exchange.manifest import PARTS, RECORD, Manifest, Parcel, ProtocolError, other_version, write_id
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
 from tepal.exchange.packer import Packer, Wanted
 from tepal.exchange.parts import Part, listed, pieces_of, unpacked
@@ -53,7 +54,7 @@ class BadIntroduction(BadReply):
 
 
 class ClientRefuses(BadReply):
-    """An answer without a result. `client`: its own name; `reason`: in its words; `holds`: ids of its cached parts."""
+    """An answer without a result. `client`: its own name; `reason`: in its words; `holds`: as `Reply.holds`."""
 
     def __init__(self, client: str, reason: str, holds: Names = ()) -> None:
         super().__init__(reason)
@@ -66,9 +67,9 @@ class Missing:
     """The answer of a client that lacks entries, which must be sent to it in the same round."""
 
     entries: Mapping[str, Names]
-    """Part id → the missing entries."""
+    """Part id → the missing entries. If it is empty, the client could not read the message, and lacks all of it."""
     holds: Names = ()
-    """Ids of the parts that the client has cached."""
+    """As `Reply.holds`."""
     notes: Names = ()
     """Why they are missing, in the client's words."""
 
@@ -78,7 +79,7 @@ class ClientRecord:
     """What the server knows of a client when it makes a message for it."""
 
     held: frozenset[str] = frozenset()
-    """Ids of the parts that the client has cached, as it reported in its last answer."""
+    """Ids of the parts that the client has cached, and of the layout that it knows, as of its last answer."""
     current: str = ""
     """Id of the exchange whose reply was merged last, and which so made the client's current personal state."""
     restorable: Names = ()
@@ -186,9 +187,10 @@ class Sender:
         Args:
             outgoing: plan, values and settings.
             client: record of the plan's client.
-            missing: `Missing.entries` of the answer to the same plan; only these entries are then sent.
+            missing: `Missing.entries` of the answer to the same plan; only these entries are then sent. None or empty:
+                all that the client does not hold.
         """
-        plan = outgoing.plan
+        plan, missing = outgoing.plan, missing or None
         parcels: list[Parcel] = []
         arrays: dict[str, Array] = {}
         rounded: dict[tuple[Tree, str], Part] = {}
@@ -225,7 +227,7 @@ class Sender:
             upload=upload,
             nonce=os.urandom(8).hex(),
         )
-        content = RecordDict({RECORD: manifest.to_record()})
+        content = RecordDict({RECORD: manifest.to_record(layout_known=self.layout.id in client.held)})
         if arrays:
             record = ArrayRecord()
             for number, array in arrays.items():  # ArrayRecord(arrays) would make new Arrays, to be hashed again
@@ -309,10 +311,12 @@ class Sender:
         if introduces_itself and not header.client.strip():
             raise BadIntroduction("", "it introduces itself with an empty name: set `name` in its node config")
         client = visible(header.client, LONGEST_NAME) if introduces_itself else plan.client
+        holds = (self.layout.id, *header.holds) if header.layout else header.holds
         if header.missing:
-            return Missing(header.missing, header.holds, notes_of(header.notes))
+            unread = self.layout.id in header.missing
+            return Missing({} if unread else header.missing, holds, notes_of(header.notes))
         if header.refused:
-            raise ClientRefuses(client, header.refused, header.holds)
+            raise ClientRefuses(client, header.refused, holds)
         return Reply(
             client=client,
             parts=parts,
@@ -321,7 +325,7 @@ class Sender:
             vectors=vectors,
             not_finite=not_finite,
             exchange=exchange.id,
-            holds=header.holds,
+            holds=holds,
             notes=notes_of(header.notes),
             squares=squares,
             value_squares=value_squares,

@@ -23,17 +23,17 @@ WORDS = b"".join((
     b"attention.value.biasmlp_norm.weightmlp.2.biasnorm1.weightnorm2.biasattn.qkv.weightattn.proj.biasmlp.fc1.weight",
     # An answer's header.
     b'{"experiment":"","client":"","round":1,"action":"evaluate","answers":"","holds":["","carries":"","missing":{},'
-    b'"refused":"","notes":[],"metrics":["metrics"],"checksum":"","secret":""}',
-    # A manifest.
-    b'{"experiment":"","plan":{"client":"client-site-node-","round":1,"action":"introduce","trains":[],"returns":{},'
-    b'"remembers":{},"groups":{"layer/0":[],"objective":"","options":{"final":true}},"record":"arrays","layout":{"raw":'
-    b'[["weight",[64,64],"float32",""],["bias",[768],"float32",""],["weight",[3072,768],"float32",""]],"split":[]},'
-    b'"parcels":[{"tree":"mode/0","block":"rest","names":[0,1],"digests":"","id":"","keep":false,"wire":{"dtype":"int8",'
-    b'"top_k":0.1,"feedback":true},"base":"","sent":"all"},{"tree":"model","block":"query/key","names":[0,"digests":"",'
-    b'"id":"","keep":true,"wire":{"dtype":"auto","differences":true,"left_out":0.6},"base":"","sent":"all"}],'
-    b'"current":"","kept":[],"upload":{"dtype":"auto","differences":true,"feedback":true,"left_out":0.6,'
-    b'"unbiased":true},"nonce":""}{"experiment":"","plan":{"client":"","round":2,"action":"train","trains":[0,"returns":'
-    b'{"model":[0,"remembers":{},"groups":{},"objective":"","options":{}},"record":"arrays","layout":{"raw":[["',
+    b'"refused":"","notes":[],"layout":true,"metrics":["metrics"],"checksum":"","secret":""}',
+    # A manifest: one with its layout, and one whose layout is named.
+    b'{"raw":[["weight",[64,64],"float32",""],["bias",[768],"float32",""],["weight",[3072,768],"float32",""]],"split":['
+    b'"digests":"","id":"","names":[0,1],"sent":[0,1]},{"tree":"mode/0","block":"rest","names":[0,"tree":"control",'
+    b'"action":"introduce","groups":{"layer/0":[],"options":{"final":true},"block":"query/key","wire":{"dtype":"int8",'
+    b'"top_k":0.1,"feedback":true},{"dtype":"sign","differences":true},"keep":false,"wire":{},"base":"","sent":"all"},'
+    b'{"experiment":"","plan":{"client":"client-site-node-","round":1,"action":"train","trains":[0,"returns":{"model":[0,'
+    b'"remembers":{},"groups":{},"objective":"","options":{}},"record":"arrays","layout":"","parcels":[{"tree":"model",'
+    b'"block":"model","names":[0,"digests":"","id":"","keep":true,"wire":{"dtype":"auto","differences":true,"left_out":0.6'
+    b'},"base":"","sent":"all"}],"current":"","kept":[],"upload":{"dtype":"auto","differences":true,"feedback":true,'
+    b'"seed":42,"left_out":0.6,"unbiased":true},"nonce":""}',
 ))  # fmt: skip
 """The preset dictionary. Server and clients must have the same one: a change requires a new version of the protocol."""
 

@@ -10,7 +10,7 @@ from logging import getLogger
 from typing import Any
 
 from tepal.exchange.bounds import MOST_PARTS
-from tepal.exchange.layout import Names
+from tepal.exchange.layout import LAYOUT_ID, Names
 from tepal.exchange.parts import DIGEST_BYTES
 from tepal.exchange.sender import ClientRecord
 
@@ -21,7 +21,7 @@ FAILURES = 3
 LEFT_OUT = 5
 """The number of rounds for which it is left out. If it fails again after them, it is left out again at once."""
 
-_PART_ID = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+_ID = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}|{LAYOUT_ID.pattern}")
 
 
 class ClientLedger:
@@ -59,14 +59,14 @@ class ClientLedger:
         )
 
     def cached(self, client: str, parts: Iterable[str]) -> None:
-        """Enter a client's report of what is in its cache: these parts, by their ids, and no others.
+        """Enter a client's report of what is in its cache: these parts and layouts, by their ids, and no others.
 
-        Text that is no part's id is left out, and so is what exceeds `MOST_PARTS`: such parts are sent again.
+        Text that is no id is left out, and so is what exceeds `MOST_PARTS`: such parts are sent again.
         """
-        self._held[client] = frozenset(islice(filter(_PART_ID.fullmatch, parts), MOST_PARTS))
+        self._held[client] = frozenset(islice(filter(_ID.fullmatch, parts), MOST_PARTS))
 
     def held(self) -> Mapping[str, int]:
-        """Id of a part → the number of clients that have cached it."""
+        """Id of a part or layout → the number of clients that have it."""
         return Counter(chain.from_iterable(self._held.values()))
 
     def introduced(self, client: str, figures: Mapping[str, float]) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 
+from tepal.exchange.header import Header
 from tepal.exchange.layout import Shaped
-from tepal.exchange.manifest import PARTS, RECORD, Header
+from tepal.exchange.manifest import PARTS, RECORD
 from tepal.exchange.parts import pack, unpack
 from tepal.exchange.texts import compressed, decompressed, to_text
 from tepal.strategies.in_process import Answers

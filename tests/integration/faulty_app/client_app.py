@@ -10,7 +10,8 @@ from flwr.clientapp import ClientApp
 from task import trained
 
 from tepal.exchange import partial_exchange, received
-from tepal.exchange.manifest import PARTS, RECORD, Header
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import PARTS, RECORD
 from tepal.exchange.parts import listed, pack, shapes_of
 
 

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from flwr.app import Array, ArrayRecord, ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tepal.exchange.encodings import Wire
-from tepal.exchange.manifest import PARTS, PROTOCOL, RECORD, Header, Manifest, Parcel, ProtocolError
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import PARTS, PROTOCOL, RECORD, Manifest, Parcel, ProtocolError, UnknownLayout
 from tepal.exchange.parts import STYPE, Part, listed
-from tepal.exchange.plan import Plan
+from tepal.exchange.plan import INTRODUCE, Plan
 from tepal.exchange.sender import Traffic
 from tepal.exchange.texts import WORDS, compressed, decompressed
 from tests.unit.exchange.test_layout import fused_layout
@@ -92,11 +94,11 @@ HEADER_TEXT = (
     r'{"experiment":"e","client":"site-1","round":3,"action":"train","answers":"00000000000000000000000000000000",'
     r'"holds":["ccd24d59ab373b8f908bbd1d0fb51bb6"],"carries":"4444444444444444",'
     r'"missing":{"ccd24d59ab373b8f908bbd1d0fb51bb6":["attn.qkv:q","attn.qkv:k"]},"refused":"no",'
-    r'"notes":["its disk in Z\u00fcrich is full","\udce9 in a file name is not UTF-8"],"metrics":["metrics"],'
-    r'"checksum":"11111111111111111111111111111111"}'
+    r'"notes":["its disk in Z\u00fcrich is full","\udce9 in a file name is not UTF-8"],"layout":false,'
+    r'"metrics":["metrics"],"checksum":"11111111111111111111111111111111"}'
 )
 # fmt: on
-HEADER_CHECKSUM = "bea59b08e9df62b1bad29c21073c8087"
+HEADER_CHECKSUM = "6bd498224bc20d3ece0fbb1092538af9"
 
 
 def test_the_text_of_a_manifest_and_a_header_never_changes():
@@ -107,7 +109,7 @@ def test_the_text_of_a_manifest_and_a_header_never_changes():
 
 def test_the_dictionary_of_words_never_changes_within_a_protocol():
     """Another dictionary cannot read what was compressed with this one."""
-    assert (PROTOCOL, hashlib.sha256(WORDS).hexdigest()[:16]) == (8, "7e32f230a14f0f0b")
+    assert (PROTOCOL, hashlib.sha256(WORDS).hexdigest()[:16]) == (9, "4bcb491b0bb81760")
 
 
 def test_known_words_take_few_bytes():
@@ -126,6 +128,39 @@ def test_manifest_survives_its_record():
     by_id = [replace(of, part=replace(of.part, digests=(), known_id=of.part.id)) for of in others]
     assert read == replace(MANIFEST, parcels=(some, *by_id))
     assert [of.part.id for of in read.parcels] == [of.part.id for of in MANIFEST.parcels]
+
+
+def named():
+    """The record of a manifest whose layout the client knows, and the layout's id."""
+    listed = json.dumps(MANIFEST.layout.to_json(), separators=(",", ":")).encode()
+    return MANIFEST.to_record(layout_known=True), blake3(listed).hexdigest()[:8], listed.decode()
+
+
+def test_a_layout_that_the_client_knows_is_named():
+    record, id, listed = named()
+    assert decompressed(record["manifest"], 10_000).decode() == MANIFEST_TEXT.replace(listed, f'"{id}"')
+    asked = []
+    read = Manifest.from_content({RECORD: record}, lambda *of: asked.append(of) or MANIFEST.layout)
+    assert read == Manifest.from_content({RECORD: MANIFEST.to_record()}) and asked == [("e", id)]
+    introduction = replace(MANIFEST, plan=replace(MANIFEST.plan, action=INTRODUCE))
+    assert introduction.to_record(layout_known=True) == introduction.to_record(), "other versions read these"
+
+
+def test_what_can_be_read_without_the_layout_is_enough_for_an_answer():
+    record, id, _ = named()
+    with pytest.raises(UnknownLayout) as found:
+        Manifest.from_content({RECORD: record}, lambda *of: None)
+    read, plan = found.value.manifest, MANIFEST.plan
+    assert found.value.id == id and read.layout.names == () == read.parcels
+    assert (read.experiment, read.current, read.kept) == (MANIFEST.experiment, MANIFEST.current, MANIFEST.kept)
+    assert (read.plan.client, read.plan.round, read.plan.action) == (plan.client, plan.round, plan.action)
+
+
+@pytest.mark.parametrize("id", ["../../mine", "C4979EA9", "c4979ea9c4979ea9", ""])
+def test_a_layouts_name_that_is_no_id_is_refused(id):
+    text = decompressed(named()[0]["manifest"], 10_000).replace(b'"c4979ea9"', json.dumps(id).encode())
+    with pytest.raises(ProtocolError, match="the layout's id is"):
+        Manifest.from_content({RECORD: ConfigRecord({"manifest": compressed(text)})}, lambda *of: pytest.fail("asked"))
 
 
 def test_what_a_plan_names_twice_in_a_set_is_sent_once():

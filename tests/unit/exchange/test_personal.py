@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from tepal.exchange import partial_exchange, received
 from tepal.exchange.files import SUFFIX
-from tepal.exchange.manifest import RECORD, Header
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import RECORD
 from tepal.exchange.personal import PersonalState
 from tepal.strategies import FedAvg, RoundFailed
 from tepal.strategies.in_process import InProcessGrid, Node

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from tepal.exchange.encodings import AUTO, CODECS, PLAIN, RANKS, Mixed, Steps, TopK, Wire
 from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, write_arrays
-from tepal.exchange.manifest import RECORD, Header, Manifest, Parcel, ProtocolError, verified_id, write_id
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import RECORD, Manifest, Parcel, ProtocolError, verified_id, write_id
 from tepal.exchange.parts import STYPE, Part, digest, pack, shapes_of, unpack_checked, unpacked
 from tepal.exchange.texts import compressed, decompressed
 from tepal.host.site import ProvisionError, read_certificate, read_site

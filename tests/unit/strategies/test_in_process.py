@@ -8,8 +8,9 @@ import pytest
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from tepal.exchange.header import Header
 from tepal.exchange.local import is_local
-from tepal.exchange.manifest import RECORD, Header
+from tepal.exchange.manifest import RECORD
 from tepal.strategies import FedAvg, in_process
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds.inbox import Inbox

@@ -16,7 +16,8 @@ from torch import nn
 
 from tepal.client_app import apply_plan
 from tepal.exchange import partial_exchange, received
-from tepal.exchange.manifest import PARTS, Header, Manifest
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import PARTS, Manifest
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.parts import unpack
 from tepal.exchange.plan import MODEL, Reply

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tepal.exchange.bounds import MOST_METRICS, MOST_NOTES
 from tepal.exchange.encodings import PLAIN
-from tepal.exchange.manifest import PARTS, RECORD, Header
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import PARTS, RECORD
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.norms import squared_norms
 from tepal.exchange.parts import pack, unpacked

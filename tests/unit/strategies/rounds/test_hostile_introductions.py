@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepal.exchange.bounds import MOST_METRIC_NAMES, MOST_METRICS, MOST_PARTS
-from tepal.exchange.manifest import RECORD, Header
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import RECORD
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.plan import PROBE, Reply
 from tepal.strategies import FedAvg, FedNova, MethodStrategy, RoundFailed

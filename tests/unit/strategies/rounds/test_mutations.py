@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 
 from tepal.exchange import MODEL, Entry, Layout, RawTensor, partial_exchange, received
 from tepal.exchange.cache import default_root
-from tepal.exchange.manifest import PARTS, RECORD, Header, Manifest
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import PARTS, RECORD, Manifest
 from tepal.exchange.parts import pack, unpack
 from tepal.exchange.texts import compressed, decompressed, to_text
 from tepal.strategies import MethodStrategy

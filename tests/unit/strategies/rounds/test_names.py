@@ -8,7 +8,8 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from tepal.exchange import partial_exchange, received
-from tepal.exchange.manifest import RECORD, Header
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import RECORD
 from tepal.exchange.secret import own_secret, proof_of
 from tepal.strategies import FedAvg
 from tepal.strategies.in_process import InProcessGrid, Node

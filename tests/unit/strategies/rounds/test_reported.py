@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepal.exchange.bounds import LONGEST_NOTE, MOST_NOTES, metrics_of
-from tepal.exchange.manifest import RECORD, Header
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import RECORD
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.plan import TRAIN, Outgoing, Plan
 from tepal.exchange.sender import Traffic

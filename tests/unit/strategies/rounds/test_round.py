@@ -11,7 +11,8 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from tepal.exchange import partial_exchange
 from tepal.exchange.encodings import Encoding
-from tepal.exchange.manifest import PARTS, RECORD, Header
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import PARTS, RECORD
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.parts import listed, pack, shapes_of
 from tepal.strategies import FedAvg, MethodStrategy, RoundFailed

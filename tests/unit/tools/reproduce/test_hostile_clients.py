@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tepal.exchange.manifest import PARTS, Header
+from tepal.exchange.header import Header
+from tepal.exchange.manifest import PARTS
 from tepal.exchange.parts import unpack
 from tepal.server_app.config import defaults, read_run_config
 from tepal.server_app.run import build_model
