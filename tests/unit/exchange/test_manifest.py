@@ -14,8 +14,8 @@ from tepal.exchange.encodings import Wire
 from tepal.exchange.manifest import PARTS, PROTOCOL, RECORD, Header, Manifest, Parcel, ProtocolError
 from tepal.exchange.parts import STYPE, Part, listed
 from tepal.exchange.plan import Plan
-from tepal.exchange.sender import Traffic
 from tepal.exchange.texts import WORDS, compressed, decompressed
+from tepal.exchange.traffic import Traffic
 from tests.unit.exchange.test_layout import fused_layout
 
 PART = Part("model", "query_key", ("attn.qkv:q", "attn.qkv:k"), (b"a" * 16, b"b" * 16))

@@ -13,7 +13,7 @@ from tepal.exchange.bounds import LONGEST_NOTE, MOST_NOTES, metrics_of
 from tepal.exchange.manifest import RECORD, Header
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.plan import TRAIN, Outgoing, Plan
-from tepal.exchange.sender import Traffic
+from tepal.exchange.traffic import Traffic
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import json_line, scored
 from tepal.strategies import Ditto, FedAvg
