@@ -9,7 +9,8 @@ from tepal.exchange.encodings import Encoding
 from tepal.exchange.layout import Entry, Layout, Names, RawTensor
 from tepal.exchange.mod import PartialExchange, Received, partial_exchange, received
 from tepal.exchange.plan import MODEL, Outgoing, Plan, Reply, Tree
-from tepal.exchange.sender import ClientRecord, Exchange, Missing, Sender, Traffic
+from tepal.exchange.sender import ClientRecord, Exchange, Missing, Sender
+from tepal.exchange.traffic import Traffic
 
 __all__ = [
     "MODEL",

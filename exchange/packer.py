@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from flwr.app import Array
 
-from tepal.exchange.encodings import AUTO, FOR_DIFFERENCES, PLAIN, Encoding, EncodingError, Wire
+from tepal.exchange.encodings import AUTO, FOR_DIFFERENCES, PLAIN, Encoding, EncodingError, LeftOut, Wire
 from tepal.exchange.initial import InitialParts
 from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.manifest import Parcel
@@ -58,6 +59,17 @@ class Packed:
     """None: nothing is sent."""
     rounded: bool
     """Whether the client's values may differ from the server's own."""
+    left_out: LeftOut | None = None
+    """What differences in AUTO leave out."""
+
+
+class _Sum(NamedTuple):
+    """What a client has after a message of differences or values, the message, and what it leaves out of differences.
+    """
+
+    part: Part
+    data: Array
+    left_out: LeftOut | None
 
 
 class Packer:
@@ -83,8 +95,8 @@ class Packer:
         # The last packed values of each tree and block: of a tree that differs between clients there is never more than
         # one part in memory.
         self._packed: dict[tuple[Tree, str], tuple[tuple[str, Names, Wire], Array]] = {}
-        # (tree, block, id of the base or "", id of the server's part, encoding) → (what a client then has, the message)
-        self._differences: OrderedDict[tuple[Tree, str, str, str, Wire], tuple[Part, Array]] = OrderedDict()
+        # (tree, block, id of the base or "", id of the server's part, encoding) → what its clients are sent
+        self._differences: OrderedDict[tuple[Tree, str, str, str, Wire], _Sum] = OrderedDict()
 
     def begin(self, number: int, held: Mapping[str, int]) -> None:
         """Begin a round. `held`: id of a part → the number of clients that have it."""
@@ -215,21 +227,21 @@ class Packer:
             if wanted.final or (newcomer and wire.dtype != AUTO):
                 wire = Wire(whole.dtype, differences=True)
             try:
-                part, data = self._sum(own, wanted, base.id, known.values, wire, references)
+                part, data, left_out = self._sum(own, wanted, base.id, known.values, wire, references)
             except EncodingError:
                 continue
             if part.id == base.id:  # what is left is too little for the encoding
                 return Packed(Parcel(part, keep=True, sent=()), None, rounded=True)
             if part.id not in missing:
                 parcel = Parcel(part, keep=True, sent=own.names, wire=wire, base=base.id)
-                return Packed(parcel, data, rounded=True)
-        part, data = self._sum(own, wanted, "", {}, whole, references)
+                return Packed(parcel, data, rounded=True, left_out=left_out)
+        part, data, _ = self._sum(own, wanted, "", {}, whole, references)
         return Packed(Parcel(part, keep=True, sent=own.names, wire=whole), data, rounded=True)
 
     def _sum(
         self, own: Part, wanted: Wanted, base: str, starts: Arrays, wire: Wire, references: References
-    ) -> tuple[Part, Array]:
-        """What a client has after a message, and the message: differences from `starts`, or values if there are none.
+    ) -> _Sum:
+        """The message, and what a client then has: differences from `starts`, or values if there are none.
 
         Raises EncodingError for differences that the encoding cannot represent, or that are not finite.
         """
@@ -252,7 +264,14 @@ class Packer:
         part = wanted.part(digests_of(sums))
         fine = part.id == base or (not wire.top_k and wire.dtype not in FOR_DIFFERENCES)
         references.sent(part, own.id, sums, fine=fine)
-        self._differences[key] = part, data
-        while len(self._differences) > 1 and sum(len(one.data) for _, one in self._differences.values()) > _MOST_PACKED:
+        left_out = None
+        if base and wire.dtype == AUTO:
+            left_out = LeftOut()
+            for name in filter(lambda name: wire.encodes(name, sums[name]), sums):
+                left_out.add(written(name), values[name] - sums[name])
+        packed = self._differences[key] = _Sum(part, data, left_out)
+        sizes = [len(one.data.data) for one in self._differences.values()]
+        while len(sizes) > 1 and sum(sizes) > _MOST_PACKED:
             self._differences.popitem(last=False)
-        return part, data
+            del sizes[0]
+        return packed

@@ -50,6 +50,8 @@ SCAFFOLD, LOCAL, DITTO, PERFEDAVG, PFEDME, APFL = "scaffold", "local", "ditto", 
 """Objectives of local training."""
 ACCUMULATION = "accumulation"
 """Metric of local training: ‖a_i‖₁, the number of gradients that its steps amount to (FedNova)."""
+LEFT_OUT = "wire-left-out"
+"""Metric that the exchange adds to an answer in `auto`: the share of the squared norm that the answer leaves out."""
 KNOWN_METRICS = frozenset(
     {LAYER_SCORES, LAYER_MILLISECONDS, LAYER_BUDGET, TEST_EXAMPLES, LABEL_COUNTS, ACCUMULATION, RATE}
 )
@@ -146,5 +148,7 @@ class Reply:
     model, and 0 in other trees. Unless `Outgoing.measured`, those of large entries of the model are estimated."""
     value_squares: Mapping[str, float] = field(default_factory=dict)
     """‖x‖² of those floating-point entries of the model whose updates are estimated."""
+    left_out: float | None = None
+    """The share of the squared norm that an answer in `auto` leaves out, as its client measured it; None: unknown."""
     proof: str = ""
     """Of an introduction: digest of the client's secret; "" if it has none."""

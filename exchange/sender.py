@@ -15,7 +15,17 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
-from tepal.exchange.encodings import AUTO, FIXED, PLAIN, Encoding, Wire, add_difference, bits_within
+from tepal.exchange.encodings import (
+    AUTO,
+    FIXED,
+    PLAIN,
+    Encoding,
+    LeftOut,
+    Wire,
+    add_difference,
+    bits_within,
+    share_left_out,
+)
 from tepal.exchange.header import Header
 from tepal.exchange.layout import Arrays, Layout, Names
 from tepal.exchange.local import is_local
@@ -23,7 +33,7 @@ from tepal.exchange.manifest import PARTS, RECORD, Manifest, Parcel, ProtocolErr
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
 from tepal.exchange.packer import Packer, Wanted
 from tepal.exchange.parts import Part, listed, pieces_of, unpacked
-from tepal.exchange.plan import FINAL, INTRODUCE, Outgoing, Reply, Tree
+from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, LEFT_OUT, Outgoing, Reply, Tree
 from tepal.exchange.references import References
 from tepal.exchange.secret import proof_of
 from tepal.host.text import LONGEST_NAME, visible
@@ -86,34 +96,6 @@ class ClientRecord:
     """The same for each checkpoint that the run may still restore."""
 
 
-@dataclass
-class Traffic:
-    """Measured bytes of messages: `payload` is the entries' values, `overhead` manifests and headers.
-
-    `plain` are the bytes of the same entries without an encoding.
-    """
-
-    payload: int = 0
-    overhead: int = 0
-    plain: int = 0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.payload + other.payload, self.overhead + other.overhead, self.plain + other.plain)
-
-    @staticmethod
-    def of(content: Mapping[str, object], plain: int | None = None) -> Traffic:
-        """Bytes that this project added to a message; an app's own records are not counted.
-
-        Without `plain` the payload is taken as not encoded.
-        """
-        parts, record = content.get(PARTS), content.get(RECORD)
-        arrays = parts.values() if isinstance(parts, ArrayRecord) else ()
-        values = record.values() if isinstance(record, Mapping) else ()
-        overhead = sum(len(value) for value in values if isinstance(value, bytes))
-        payload = sum(len(array.data) for array in arrays)
-        return Traffic(payload, overhead, payload if plain is None else plain)
-
-
 @dataclass(frozen=True)
 class Exchange:
     """A message that was made: the data that reading its answer needs."""
@@ -130,6 +112,10 @@ class Exchange:
     """Ids of the parts that the client caches as soon as it has read the message."""
     replaces: Names = ()
     """Ids of the parts that it then has no longer."""
+    left_out: float | None = None
+    """The share of the squared norm that its differences in AUTO leave out; None if it has none."""
+    in_budget: int = 0
+    """Bytes of its parts that the budget of a round limits."""
 
 
 class Sender:
@@ -194,6 +180,8 @@ class Sender:
         parcels: list[Parcel] = []
         arrays: dict[str, Array] = {}
         rounded: dict[tuple[Tree, str], Part] = {}
+        left_out: list[LeftOut] = []
+        in_budget = 0
         exact = set(plan.exact)
         needed = {tree: self._by_block(names) for tree, names in plan.needs.items()}
         inexact = [names for parts in needed.values() for names in parts.values() if not exact.issuperset(names)]
@@ -211,6 +199,9 @@ class Sender:
                 packed = self.packer.parcel(wanted, client.held, missing)
                 if packed.data is not None:
                     arrays[str(len(parcels))] = packed.data
+                    in_budget += len(packed.data.data) if packed.parcel.wire.bits and plan.action != EVALUATE else 0
+                if packed.left_out:
+                    left_out.append(packed.left_out)
                 if packed.rounded:
                     rounded[tree, block] = packed.parcel.part
                 parcels.append(packed.parcel)
@@ -237,7 +228,10 @@ class Sender:
         sent_entries = tuple(parcel.sent for parcel in parcels if parcel.sent)
         keeps = tuple(parcel.part.id for parcel in parcels if parcel.keep and plan.action != INTRODUCE)
         replaces = tuple(parcel.base for parcel in parcels if parcel.base)
-        return content, Exchange(write_id(content), outgoing, upload, sent_entries, rounded, keeps, replaces)
+        share = share_left_out(left_out)
+        return content, Exchange(
+            write_id(content), outgoing, upload, sent_entries, rounded, keeps, replaces, share, in_budget
+        )
 
     def _by_block(self, names: Names) -> dict[str, Names]:
         """The entries by the block that they are in; only blocks that have any."""
@@ -302,6 +296,7 @@ class Sender:
             raise BadReply("it answers another message, or the message to it was altered on its way")
         no_result = bool(header.missing or header.refused)
         metrics, vectors, not_finite = metrics_of(content.metric_records, header.metrics)
+        left_out = metrics.pop(LEFT_OUT, None) if exchange.upload.dtype == AUTO else None
         starts = {} if no_result or not plan.returns else self._starts(exchange)
         parts = {} if no_result else self._parts(exchange, header, content, starts)
         squares, value_squares = self._squares(exchange.outgoing, parts, starts)
@@ -329,6 +324,7 @@ class Sender:
             notes=notes_of(header.notes),
             squares=squares,
             value_squares=value_squares,
+            left_out=left_out,
             proof=proof_of(header.secret) if plan.action == INTRODUCE else "",
         )
 

@@ -99,6 +99,15 @@ class RoundRecord:
     bytes_fedavg_down: int | None = column()
     bytes_plain: int | None = column()
     """Of the same entries without an encoding, both ways: relative to FedAvg's, what the strategy alone saves."""
+    wire_left_out_down: float | None = column("left out, down", text="{:.3f}".format, optional=True)
+    """In `auto`: the share of the squared norm of what was encoded that is left out, in the mean over the messages with
+    differences; `wire_left_out_up` in the mean over the clients that were merged (see `RoundReport.mean_left_out`)."""
+    wire_left_out_up: float | None = column("left out, up", text="{:.3f}".format, optional=True)
+    wire_budget: int | None = column("budget", "bytes", bytes_text, optional=True)
+    """Of the round's training, both ways; half of it is for each direction. Of it `wire_budget_down` bytes were sent to
+    clients, and `wire_budget_up` by them."""
+    wire_budget_down: int | None = column("of the budget, down", "bytes", bytes_text, optional=True)
+    wire_budget_up: int | None = column("of the budget, up", "bytes", bytes_text, optional=True)
     resent: int | None = column("sent again", "parts")
     seconds: float | None = column("time", text=seconds_text)
     seconds_train: float | None = column("of it training", text=seconds_text)
@@ -174,7 +183,8 @@ class RoundRecord:
             seconds=round(report.seconds, 3),
             seconds_train=round(report.seconds_train, 3),
             step_seconds=train.get("step-seconds"),
-            **{name: measured[key] for name in _OPTIONAL if (key := name.replace("_", "-")) in measured},
+            **{name: measured[key] for name in _MEASURED if (key := name.replace("_", "-")) in measured},
+            **_of_wire(report),
         )
 
     @classmethod
@@ -204,6 +214,10 @@ class RoundRecord:
 COLUMNS: Mapping[str, Column] = columns_of(RoundRecord)
 """Every column, by its name."""
 _OPTIONAL = {each.name for each in fields(RoundRecord) if each.metadata["optional"]}
+WIRE = ("wire_left_out_down", "wire_left_out_up", "wire_budget", "wire_budget_down", "wire_budget_up")
+"""Columns of runs in which a direction is in `auto`, or has a budget."""
+_MEASURED = _OPTIONAL.difference(WIRE)
+"""Those that the server measures when it scores the model."""
 COUNTED = ("refused", "lost", "late", "left_out")
 """Columns that list clients; trackers show how many clients they list."""
 INCIDENTS = (*COUNTED, "notes")
@@ -237,6 +251,12 @@ def _of_result(report: RoundReport) -> dict[str, float | None]:
         "rmse": rmse,
         "spread": spread,
     }
+
+
+def _of_wire(report: RoundReport) -> dict[str, Any]:
+    """Return the columns of `WIRE`."""
+    budget = (report.wire_budget, report.down.in_budget, report.up.in_budget) if report.wire_budget else (None,) * 3
+    return dict(zip(WIRE, (*report.mean_left_out, *budget), strict=True))
 
 
 def _root(loss: float | None, task: Task) -> float | None:

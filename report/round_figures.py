@@ -50,6 +50,8 @@ def figures(metrics: Lines, summary: Mapping[str, Any]) -> list[Figure]:
         _bytes_per_round(trained, freeze),
         _bytes_against_fedavg(metrics, sent, whole, freeze),
         *_encoded_per_round(trained),
+        *_left_out_per_round(trained),
+        *_budget_per_round(trained),
     ]
     for figure in drawn:
         if figure.plot is not None:
@@ -174,6 +176,51 @@ def _encoded_per_round(trained: Lines) -> list[Figure]:
         "float32, 3 % are about one bit for each value. A client that is sent its first values is sent more bits."
     )
     return [Figure("encoded-rounds", "Share of bytes that the encoding leaves", caption, plot)]
+
+
+def _left_out_per_round(trained: Lines) -> list[Figure]:
+    """The figure of what encodings in `auto` leave out; none for a run without one."""
+    plot = empty_plot("round", "left out, share of the squared norm", rounds=len(trained))
+    drawn = False
+    for label, key, role in (("down", "wire_left_out_down", "down"), ("up", "wire_left_out_up", "up")):
+        known = [(line.round, share) for line in trained if (share := line.value(key)) is not None]
+        if known:
+            rounds, shares = zip(*known, strict=True)
+            add_curve(plot, rounds, shares, name=label, role=role, hover="round %{x}: %{y:.3~%}")
+            drawn = True
+    plot.update_yaxes(tickformat=".3~%", rangemode="tozero")
+    caption = (
+        "Share of the squared norm of the encoded changes that a message leaves out, as measured: down, the mean over "
+        "the messages with changes; up, over the clients that were merged. With feedback it is sent later."
+    )
+    return [Figure("left-out-rounds", "Share of the changes that the encoding leaves out", caption, plot)] * drawn
+
+
+def _budget_per_round(trained: Lines) -> list[Figure]:
+    """The figure of the bytes within a round's budget; none for a run without one."""
+    lines = [line for line in trained if line.wire_budget is not None]
+    if not lines:
+        return []
+    rounds = [line.round for line in lines]
+    both = [add(line.wire_budget_down, line.wire_budget_up) or 0 for line in lines]
+    divisor, unit = unit_of(max(*both, *(line.wire_budget or 0 for line in lines)))
+    plot = empty_plot("round", f"payload ({unit})", rounds=len(trained))
+    hover = f"round %{{x}}: %{{y:.4~g}} {unit}"
+    for label, key, role in (("down", "wire_budget_down", "down"), ("up", "wire_budget_up", "up")):
+        bars = [scaled(line.value(key), divisor) for line in lines]
+        plot.add_bar(x=rounds, y=bars, name=label, meta={"role": role}, hovertemplate=hover)
+    budget = [scaled(line.wire_budget, divisor) for line in lines]
+    add_curve(
+        plot, rounds, budget, name="budget", role="fedavg", hover=hover,
+        mode="lines+markers" if len(rounds) == 1 else "lines", line={"dash": "dash", "shape": "hvh"},
+    )  # fmt: skip
+    plot.update_layout(barmode="stack")
+    plot.update_yaxes(rangemode="tozero")
+    caption = (
+        "Payload bytes of a round's training that count in its budget (dashed): changes to clients, and their uploads. "
+        "A client's first message, what is sent again, and a model that is only scored are not in it."
+    )
+    return [Figure("budget-rounds", "Bytes of the budget", caption, plot)]
 
 
 def _bytes_against_fedavg(

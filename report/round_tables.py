@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from tepal.records.columns import Column
-from tepal.records.round_record import COLUMNS, RoundRecord, columns
+from tepal.records.round_record import COLUMNS, WIRE, RoundRecord, columns
 from tepal.records.run_directory import ACCURACY, measured_by
 from tepal.report.table import Table
 from tepal.report.templates import render
@@ -15,12 +15,12 @@ from tepal.report.templates import render
 _SHOWN = columns(
     "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss", "macro_f1",
     "perplexity", "calibration_error", "entropy_threshold", "flagged_letters", "flagged_noise", "flagged_covered",
-    "train_loss", "learning_rate", "bytes_down", "bytes_up", "bytes_overhead", "bytes_fedavg", "resent",
+    "train_loss", "learning_rate", "bytes_down", "bytes_up", "bytes_overhead", "bytes_fedavg", *WIRE, "resent",
     "seconds", "seconds_train", "step_seconds",
 )  # fmt: skip
 _OF_SOME_RUNS = (
     "macro_f1", "perplexity", "rmse", "calibration_error", "entropy_threshold", "flagged_letters", "flagged_noise",
-    "flagged_covered",
+    "flagged_covered", *WIRE,
 )  # fmt: skip
 _INCIDENTS = (COLUMNS["round"], *(Column(heading, left=True) for heading in ("client", "incident", "reason")))
 

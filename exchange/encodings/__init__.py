@@ -29,6 +29,7 @@ clients with the same values receive the same bytes, and digests are those of th
 """
 
 from tepal.exchange.encodings.codec import Codec, EncodingError
+from tepal.exchange.encodings.left_out import LeftOut, share_left_out
 from tepal.exchange.encodings.mixed import Mixed
 from tepal.exchange.encodings.sparse import TopK
 from tepal.exchange.encodings.steps import FIXED, Steps
@@ -58,10 +59,12 @@ __all__ = [
     "Codec",
     "Encoding",
     "EncodingError",
+    "LeftOut",
     "Mixed",
     "Steps",
     "TopK",
     "Wire",
     "add_difference",
     "bits_within",
+    "share_left_out",
 ]

@@ -28,8 +28,8 @@ from tepal.exchange.sender import (
     NoMod,
     OtherVersion,
     Sender,
-    Traffic,
 )
+from tepal.exchange.traffic import Traffic
 from tepal.host.text import visible
 from tepal.strategies.rounds.inbox import Inbox
 from tepal.strategies.rounds.ledger import ClientLedger
@@ -214,8 +214,9 @@ class Messenger:
             return _lost(outgoing, "its message could not be sent" + reason)
         self._waiting[ids[0]] = _Waiting(exchange, resends, now if begun is None else begun, now + left + _LATE)
         self._inbox.expect(ids)
-        traffic = Traffic.of(content, sum(map(self.sender.layout.nbytes, exchange.sent)))
-        return Sent(outgoing, traffic, exchange.sent, again=resends > 0)
+        plain, again = sum(map(self.sender.layout.nbytes, exchange.sent)), resends > 0
+        traffic = Traffic.of(content, plain, 0 if again else exchange.in_budget)
+        return Sent(outgoing, traffic, exchange.sent, again, None if again else exchange.left_out)
 
     def _read(self, asked: _Waiting, message: Message, deadline: float) -> Iterator[Event]:
         """Read an answer: yield a good reply, a failure with its reason, or the entries that must be sent again."""
@@ -229,6 +230,7 @@ class Messenger:
             yield replace(failure, of_model=_app_raised(message))
             return
         traffic = Traffic.of(message.content) if message.has_content() else Traffic()
+        traffic.in_budget = traffic.payload if self.sender.encoding.budget else 0
         try:
             answer = self._checked(asked, message)
         except BadReply as error:

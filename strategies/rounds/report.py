@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from flwr.serverapp.strategy import Result
 from tepal.exchange.bounds import MOST_NOTES
 from tepal.exchange.layout import Names
 from tepal.exchange.plan import EVALUATE, INTRODUCE, LAYER_BUDGET, PROBE, TRAIN, Outgoing, Plan, Reply
-from tepal.exchange.sender import Traffic
+from tepal.exchange.traffic import Traffic
 from tepal.strategies.aggregate import ON_TESTS, RECORDED, mean_metrics, of_most, over_clients
 from tepal.strategies.rounds.travel import Travel
 from tepal.strategies.rounds.weights import with_limited_weights
@@ -51,6 +52,8 @@ class Sent:
     """The entries of each part that it carries."""
     again: bool
     """The client had been sent a message before, and lacked entries or was restarted."""
+    left_out: float | None = None
+    """The share of the squared norm that its differences leave out; None if it has none in `auto`, or is sent again."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,12 @@ class RoundReport:
     """(client or SERVER, an error from which it recovered): `MOST_NOTES` of each client, and one for all further."""
     down: Traffic = field(default_factory=Traffic)
     up: Traffic = field(default_factory=Traffic)
+    wire_budget: int = 0
+    """Bytes of the round's budget; 0 without one."""
+    left_out_down: list[float] = field(default_factory=list)
+    """Of each message with differences in `auto`, the share of their squared norm that it leaves out."""
+    left_out_up: dict[str, float] = field(default_factory=dict)
+    """Client → the share of the squared norm that its upload in `auto` leaves out."""
     fedavg_down: int = 0
     """How many times FedAvg would have sent the full model down in the same exchanges; `fedavg_up`: up."""
     fedavg_up: int = 0
@@ -182,8 +191,9 @@ class RoundReport:
         """Enter an event. No reference to its arrays is kept."""
         client = None if isinstance(event, Late) else self.clients.get(event.outgoing.plan.client)
         match event:
-            case Sent(outgoing, traffic, entries, again):
+            case Sent(outgoing, traffic, entries, again, left_out):
                 self.down += traffic
+                self.left_out_down += [] if left_out is None else [left_out]
                 self.resent += again
                 if client:
                     client.state = DOING.get(outgoing.plan.action, outgoing.plan.action)
@@ -199,6 +209,8 @@ class RoundReport:
                 if client:
                     client.bytes_up += traffic.payload
             case Answered(outgoing, reply, seconds):
+                if reply.left_out is not None:
+                    self.left_out_up[reply.client] = reply.left_out
                 if client:
                     client.state = REPLIED
                     client.seconds += seconds
@@ -230,6 +242,17 @@ class RoundReport:
         if before <= MOST_NOTES < before + len(notes):
             kept.append(NOT_KEPT)
         self.notes += [(outgoing.name, note) for note in kept]
+
+    @property
+    def mean_left_out(self) -> tuple[float | None, float | None]:
+        """The mean share of the squared norm that is left out, down and up; None where nothing is in `auto`.
+
+        Down: over the messages with differences, of which a client may have been sent several. Up: over the clients
+        whose replies are merged. Each message or client counts alike. A sum of floats is rounded once, so that it does
+        not depend on which client answered first.
+        """
+        up = [self.left_out_up[client] for client in self.replied if client in self.left_out_up]
+        return _mean(self.left_out_down), _mean(up)
 
     def refuse(self, client: str, reason: str) -> None:
         """Enter that a reply which had arrived is not merged."""
@@ -289,8 +312,18 @@ class RoundReport:
             f"{len(self.replied)} of {len(self.asked)} clients", f"{self.down.payload / 1e6:.3g} MB down",
             f"{self.up.payload / 1e6:.3g} MB up", f"{self.seconds:.1f} s",
         ]  # fmt: skip
-        figures += self._scores()
+        figures += [*self._wire(), *self._scores()]
         return f"Round {self.round} of {rounds}, {self.phase}: {', '.join(figures)}."
+
+    def _wire(self) -> list[str]:
+        """What `auto` left out, and how much of the budget was sent; [] without `auto`."""
+        shares = zip(self.mean_left_out, ("down", "up"), strict=True)
+        left_out = [f"{share:.0%} {way}".replace("%", " %") for share, way in shares if share is not None]
+        found = [f"left out {' and '.join(left_out)}"] if left_out else []
+        if self.wire_budget:
+            used = (self.down.in_budget + self.up.in_budget) / self.wire_budget
+            found.append(f"{100 * used:.0f} % of the budget")
+        return found
 
     def _scores(self) -> list[str]:
         """The accuracies and losses of the round, at most `MOST_FIGURES`: those that are known first."""
@@ -301,6 +334,10 @@ class RoundReport:
         plain = [name for name in (*known, *others) if _PLAIN.fullmatch(name)][:MOST_FIGURES]
         shown = [f"{name} {_short(every[name])}" for name in sorted(plain)]
         return shown if len(plain) == len(found) else [*shown, f"{len(found) - len(plain)} more metrics"]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
 
 
 def _short(value: float) -> str:

@@ -97,9 +97,7 @@ class RoundRunner:
         self.trouble = ""
         """An error of the server itself, for the next report."""
         self._layout, self._segments, self._sender = model.layout, segments(model.layout, model.blocks), sender
-        self._messenger = Messenger(
-            grid, sender, self.ledger, weighted_by_key=weighted_by_key, accept=self._accept
-        )
+        self._messenger = Messenger(grid, sender, self.ledger, weighted_by_key=weighted_by_key, accept=self._accept)
         expected: Mapping[str, int] | None = getattr(grid, "expected_names", None)
         self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes, expected)
         self._asker = Asker(
@@ -124,6 +122,7 @@ class RoundRunner:
         report = RoundReport(
             number, method.phase_name(state), train_metrics_of=method.train_metrics_of,
             eval_metrics_of=method.eval_metrics_of, travel=Travel(self._layout, self._segments),
+            wire_budget=self._sender.encoding.budget,
         )  # fmt: skip
         if self.trouble:
             report.notes.append((SERVER, self.trouble))

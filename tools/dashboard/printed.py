@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tepal.host.text import LONGEST_NAME, visible
 from tepal.records.columns import UNKNOWN, bytes_text, score_text
-from tepal.records.round_record import COLUMNS, INCIDENTS, RoundRecord, columns
+from tepal.records.round_record import COLUMNS, INCIDENTS, WIRE, RoundRecord, columns
 from tepal.records.run_directory import RMSE
 from tepal.report.table import MISSING
 from tepal.tools.compare.comparison import Results
@@ -37,7 +37,7 @@ _MOST_ROUNDS = 20  # lines of the table of rounds
 _SHOWN = columns(
     "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss",
     "calibration_error", "flagged_letters", "flagged_noise", "flagged_covered", "train_loss", "bytes_down", "bytes_up",
-    "seconds",
+    *WIRE, "seconds",
 )  # fmt: skip
 _LONGEST = 500  # characters of a cell
 _WIDEST = 60  # of a cell that is not folded, so that the columns next to it have room

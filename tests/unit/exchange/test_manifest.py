@@ -16,8 +16,8 @@ from tepal.exchange.header import Header
 from tepal.exchange.manifest import PARTS, PROTOCOL, RECORD, Manifest, Parcel, ProtocolError, UnknownLayout
 from tepal.exchange.parts import STYPE, Part, listed
 from tepal.exchange.plan import INTRODUCE, Plan
-from tepal.exchange.sender import Traffic
 from tepal.exchange.texts import WORDS, compressed, decompressed
+from tepal.exchange.traffic import Traffic
 from tests.unit.exchange.test_layout import fused_layout
 
 PART = Part("model", "query_key", ("attn.qkv:q", "attn.qkv:k"), (b"a" * 16, b"b" * 16))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tepal.exchange import Traffic
 from tepal.records.columns import bytes_text, score_text, seconds_text, step_text
 from tepal.records.round_record import LONGEST_REASON, MOST_REASONS, RoundRecord
 from tepal.records.run_directory import METRICS, RunDirectory, json_line, read_metrics, summarise
@@ -75,6 +76,30 @@ def test_few_incidents_are_kept_as_they_are():
         ("refused", "a", "it is NaN"), ("late", "b", "it is an answer to round 3"),
         ("left_out", "c", "it failed several times in a row"), ("notes", "server", "restarted"),
     ]  # fmt: skip
+
+
+def test_shares_left_out_are_means_over_messages_and_over_the_clients_that_were_merged():
+    report = RoundReport(1, "train", replied=["b", "a"], left_out_down=[0.5, 0.25, 0.75, 0.1])
+    report.left_out_up = {"a": 0.2, "b": 0.4, "refused": 1.0}
+    line = RoundRecord.of(report, 1, tasks.IMAGES).to_line()
+    assert line["wire_left_out_down"] == pytest.approx(0.4) and line["wire_left_out_up"] == pytest.approx(0.3)
+    assert not [key for key in line if key.startswith("wire_budget")]
+
+
+def test_without_auto_and_a_budget_a_line_has_neither():
+    """And a metric of the server with such a name is none of the exchange's."""
+    line = record_of(server_metrics={"wire-left-out-up": 0.5, "wire-budget": 3.0}).to_line()
+    assert not [key for key in line if key.startswith("wire")]
+    assert RoundRecord.from_line(line).wire_left_out_up is None, "as of a line that an earlier version wrote"
+
+
+@pytest.mark.parametrize("sent", [0, 700])
+def test_the_bytes_of_a_budget_are_recorded_by_direction(sent):
+    report = RoundReport(1, "train", wire_budget=2000, down=Traffic(900, 5, 900, sent), up=Traffic(300, 5, 300, 300))
+    line = RoundRecord.of(report, 1, tasks.IMAGES).to_line()
+    assert {key: value for key, value in line.items() if key.startswith("wire")} == {
+        "wire_budget": 2000, "wire_budget_down": sent, "wire_budget_up": 300,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

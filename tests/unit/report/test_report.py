@@ -381,6 +381,27 @@ def test_without_an_encoding_there_is_no_figure_of_one(tmp_path):
     assert "encoded-rounds" not in page.figures
 
 
+def test_what_auto_left_out_and_the_budget_are_drawn_beside_the_bytes(tmp_path):
+    left_out = {"wire_left_out_up": 0.5}
+    budget = {"wire_budget": 9_000_000, "wire_budget_down": 0, "wire_budget_up": 3_000_000}
+    lines = [metrics_line(1, **left_out, **budget), metrics_line(2, **left_out, wire_left_out_down=0.75, **budget)]
+    page = report(tmp_path, lines)
+    drawn = page.figures["left-out-rounds"]
+    assert {name: (trace(drawn, name)["x"], trace(drawn, name)["y"]) for name in ("down", "up")} == {
+        "down": ([2], [0.75]), "up": ([1, 2], [0.5, 0.5]),
+    }  # fmt: skip
+    drawn = page.figures["budget-rounds"]
+    assert {name: trace(drawn, name)["y"] for name in ("down", "up", "budget")} == {
+        "down": [0, 0], "up": [3, 3], "budget": [9, 9],
+    }  # fmt: skip
+    assert all(heading in page.text for heading in ("left out, down", "left out, up", "budget (bytes)"))
+
+
+def test_without_auto_there_is_neither_figure_nor_column_of_it(tmp_path):
+    page = report(tmp_path, [metrics_line(1)])
+    assert not {"left-out-rounds", "budget-rounds"} & page.figures.keys() and "left out, down" not in page.text
+
+
 def test_without_fedavgs_bytes_there_is_no_comparison(tmp_path):
     page = report(tmp_path, [metrics_line(n, bytes_fedavg=None) for n in (1, 2)])
     assert [t["name"] for t in page.figures["bytes-total"]["data"]] == ["this run"]

@@ -16,8 +16,10 @@ from tepal.exchange.files import read_arrays, write_arrays
 from tepal.exchange.plan import Reply
 from tepal.exchange.sender import Sender
 from tepal.models.blocks import find_blocks
+from tepal.records.round_record import RoundRecord
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, FedFrozen, join_modes
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.training.tasks import IMAGES
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.rounds.test_encoding import MATRIX, REST, START, moving_app, start, step, vit  # noqa: F401
 
@@ -597,3 +599,72 @@ def test_parts_that_were_changed_on_their_way_are_not_used(encoding):
 @pytest.mark.parametrize("encoding", MUTATED)
 def test_of_a_thousand_parts_that_were_changed_on_their_way_none_is_used(encoding):
     assert mutated(encoding, range(5, 48)) >= 340
+
+
+# ---- what the records say --------------------------------------------------------------------------------------------
+
+
+def record_of(report):
+    return RoundRecord.of(report, 1, IMAGES)
+
+
+def test_the_share_that_downloads_leave_out_is_that_of_what_the_clients_then_have():
+    """By brute force from the models: what the client is off by, of what it was off by. The mean over two clients, one
+    of which missed two rounds.
+    """
+    seen, models = {}, {}
+    strategy = FedAvg(encoding=Encoding("auto", left_out=0.4), fraction_evaluate=0)
+    here = {0: (1, 2, 3, 4), 1: (1, 4)}
+    grid = Grid(
+        [Node(moving_app(seen), {"partition-id": k}) for k in here], here=lambda number, k: number in here[k],
+        spoil=as_sent,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        content = Sender.content
+
+        def noted(self, outgoing, *args):
+            models[outgoing.plan.round] = {n: v.astype(float) for n, v in outgoing.values("model").items()}
+            return content(self, outgoing, *args)
+
+        patch.setattr(Sender, "content", noted)
+        _, history = rounds_of(strategy, grid, 4)
+    lines = [record_of(report) for report in history]
+    assert lines[0].wire_left_out_down is None, "the first message has the whole"
+
+    def share(k, before, number):
+        had, came = seen[k, before, "train"], seen[k, number, "train"]
+        whole, rest = (
+            sum(np.square(models[number][name] - has[name]).sum() for name in ("w", "bias")) for has in (had, came)
+        )
+        return rest / whole
+
+    for number in (2, 3):
+        assert lines[number - 1].wire_left_out_down == pytest.approx(share(0, number - 1, number), rel=1e-4)
+    expected = np.mean([share(0, 3, 4), share(1, 1, 4)])
+    assert lines[3].wire_left_out_down == pytest.approx(expected, rel=1e-4)
+    assert all(line.wire_left_out_up is None for line in lines), "float32"
+
+
+def test_a_message_that_is_packed_for_several_clients_counts_for_each():
+    strategy = FedAvg(encoding=Encoding("auto"), fraction_evaluate=0)
+    _, history = start(strategy, moving_app(), clients=3, rounds=2, spoil=as_sent)
+    shares = history[1].left_out_down
+    assert len(shares) == 3 and len(set(shares)) == 1
+    assert record_of(history[1]).wire_left_out_down == pytest.approx(shares[0])
+
+
+@pytest.mark.parametrize("evaluates", [0, 1])
+def test_what_counts_in_a_budget_is_recorded(evaluates):
+    """Not what is sent for the first time, nor a model that is only scored: the last one, or each if no client trains
+    it then.
+    """
+    encoding = Encoding("auto", "auto", budget=4_000)
+    _, history = start(
+        FedAvg(encoding=encoding, fraction_evaluate=evaluates), moving_app(), clients=2, rounds=3, spoil=as_sent
+    )
+    lines = [record_of(report) for report in history]
+    assert [line.wire_budget for line in lines] == [4_000] * 3
+    assert [line.wire_budget_up for line in lines] == [line.bytes_up for line in lines]
+    assert lines[0].wire_budget_down == 0 < lines[0].bytes_down
+    assert lines[1].wire_budget_down == lines[1].bytes_down > 0
+    assert (lines[2].wire_budget_down == lines[2].bytes_down) == (not evaluates), "the result is scored"

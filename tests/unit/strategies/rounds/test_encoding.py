@@ -138,12 +138,12 @@ def test_plain_bytes_are_those_of_the_same_entries_without_an_encoding(encoding)
             assert report.down.plain + report.up.plain > report.down.payload + report.up.payload
 
 
-def left_out(cache_folder, partition):
+def left_out(cache_folder, partition, entry="w"):
     (folder,) = cache_folder.glob(f"*/personal/client-{partition}")
     newest = max(folder.glob("*.safetensors"))
     kept = read_arrays(newest)
     assert kept.keys() <= {"left out/model/w", "left out/model/bias"}, "a vector's only in auto and ranks"
-    return kept["left out/model/w"]
+    return kept[f"left out/model/{entry}"]
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,14 @@ def test_auto_with_feedback_leaves_out_less_of_a_client_that_takes_part_rarely(c
     moved = [step(int(name.removeprefix("client-")), 1) for name in report.replied]
     found = np.mean([np.square(of).sum() / np.square(by).sum() for of, by in zip(kept, moved, strict=True)])
     assert 0.6 * expected < found < 1.3 * expected + 0.03
+    partitions = [name.removeprefix("client-") for name in report.replied]
+    of_vectors = [np.square(left_out(cache_folder, k, "bias")).sum() for k in partitions]
+    shares = [
+        (np.square(of).sum() + vector) / (np.square(by).sum() + 40 * 0.01**2)
+        for of, vector, by in zip(kept, of_vectors, moved, strict=True)
+    ]
+    assert report.mean_left_out == (None, pytest.approx(np.mean(shares), rel=1e-3)), "and the report has it"
+    assert "wire-left-out" not in report.train_metrics
 
 
 @pytest.mark.parametrize("clients", [10, 40])
@@ -185,7 +193,9 @@ def test_auto_without_feedback_keeps_nothing_and_is_right_along_the_update(cache
     moved = np.append(step(int(name.removeprefix("client-")), 1), np.full(40, 0.01)).astype(float)
     came = np.append(made["w"] - START["w"], made["bias"]).astype(float)
     assert came @ moved == pytest.approx(moved @ moved, rel=1e-3)
-    assert 0.08 < np.square(came - moved).sum() / (moved @ moved) < 0.2
+    error = np.square(came - moved).sum() / (moved @ moved)
+    assert 0.08 < error < 0.2
+    assert report.mean_left_out == (None, pytest.approx(error / (1 + error), rel=1e-3)), "without the scale"
 
 
 def averaged(strategy, monkeypatch, clients=4, arrays=START, **options):

@@ -14,7 +14,7 @@ from tepal.exchange.header import Header
 from tepal.exchange.manifest import RECORD
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.plan import TRAIN, Outgoing, Plan
-from tepal.exchange.sender import Traffic
+from tepal.exchange.traffic import Traffic
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import json_line, scored
 from tepal.strategies import Ditto, FedAvg

@@ -20,14 +20,18 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from tepal.exchange import MODEL, Encoding, Layout, RawTensor, partial_exchange, received
+from tepal.records.round_record import RoundRecord
 from tepal.strategies import FedAvg, FedFrozen
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import cohort
 from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoint, CheckpointError, Checkpoints
+from tepal.training.tasks import IMAGES
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.rounds.test_mutations import BLOCKS, LAYOUT, RAW
 
 CLIENTS, ROUNDS = 5, 6
+BUDGET = 348
+"""Bytes of a round, within which the run "budget" leaves out more than it would."""
 FAILS = 3
 """This client raises in the rounds 1 to 3, and is left out after them."""
 
@@ -45,6 +49,10 @@ STRATEGIES = {
     "auto": lambda **options: FedAvg(
         fraction_train=0.6, fraction_evaluate=0, min_replies=2, seed=3, encoding=Encoding("auto", "auto"),
         **{"deterministic": True, **options},
+    ),
+    "budget": lambda **options: FedAvg(
+        fraction_train=0.6, fraction_evaluate=0, min_replies=2, seed=3,
+        encoding=Encoding("auto", "auto", left_out=0.05, budget=BUDGET), **{"deterministic": True, **options},
     ),
 }
 
@@ -96,6 +104,8 @@ class Outcome:
     """Round → what its report says that must not depend on where the server was killed."""
     down: dict
     """Round → bytes of the model that were sent."""
+    records: dict
+    """Round → its line in metrics.jsonl, without times, and without the bytes of manifests, which have random ids."""
 
 
 def run(kind, folder, *, resume=False, rounds=ROUNDS, grid=None, timeout=60, checkpoints=None, **options):
@@ -120,7 +130,14 @@ def run(kind, folder, *, resume=False, rounds=ROUNDS, grid=None, timeout=60, che
             for number, r in reports.items()
         },
         down={number: report.down.payload for number, report in reports.items()},
+        records={number: line_of(report) for number, report in reports.items()},
     )
+
+
+def line_of(report):
+    own = {"seconds", "seconds_train", "bytes_overhead"}
+    line = RoundRecord.of(report, 1, IMAGES).to_line()
+    return {key: value for key, value in line.items() if key not in own and value is not None}
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -139,7 +156,7 @@ def reference(kind, tmp_path_factory):
 
 def assert_same_result(kind, resumed, reference):
     """After an earlier checkpoint than the newest, or a run that had ended, clients are sent other differences."""
-    if kind not in ("differences", "auto"):
+    if kind not in ("differences", "auto", "budget"):
         assert (resumed.arrays, resumed.history) == (reference.arrays, reference.history)
         return
     for name, data in reference.arrays.items():
@@ -149,15 +166,30 @@ def assert_same_result(kind, resumed, reference):
         )
 
 
+OF_DOWNLOADS = ("bytes_down", "bytes_plain", "wire_left_out_down", "wire_budget_down")
+
+
 def assert_same(resumed, reference, first):
     """That a run which was resumed in round `first` ended as the reference did."""
     assert (resumed.arrays, resumed.history) == (reference.arrays, reference.history)
     for number in range(first, ROUNDS + 1):
         assert resumed.rounds[number] == reference.rounds[number]
         # What the clients had already been sent in the round that was broken off is not sent to them again.
-        assert resumed.down[number] == reference.down[number] or (
-            number == first and resumed.down[number] < reference.down[number]
-        )
+        again = {**reference.records[number]}
+        if resumed.down[number] != reference.down[number]:
+            assert number == first and resumed.down[number] < reference.down[number]
+            again |= {key: resumed.records[number].get(key) for key in OF_DOWNLOADS}
+        assert resumed.records[number] == {key: value for key, value in again.items() if value is not None}
+
+
+def test_the_records_of_a_run_within_a_budget_say_what_it_did(tmp_path):
+    """That what is compared after a resume is there, and that the budget, and not the share, decides."""
+    lines = [line for number, line in run("budget", tmp_path).records.items() if number]
+    assert all(line["wire_budget"] == BUDGET for line in lines)
+    assert all(line["wire_budget_up"] == line["bytes_up"] <= BUDGET / 2 for line in lines)
+    assert all(line["wire_budget_down"] <= min(line["bytes_down"], BUDGET / 2) for line in lines)
+    assert any(line["wire_budget_down"] for line in lines) and any("wire_left_out_down" in line for line in lines)
+    assert all(0.1 < line["wire_left_out_up"] < 1 for line in lines), "far more than the share that would be"
 
 
 # ---- children that die -----------------------------------------------------------------------------------------------
