@@ -27,6 +27,7 @@ _KNOWN = "_tepal_digests"
 _PIECE = 1 << 22  # bytes of a packed part that are hashed at a time
 
 _Texts = Annotated[Names, FailFast()]
+_Share = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Header:
     """Problems that did not prevent a result, for the server's log."""
     layout: StrictBool = False
     """Whether the client has stored the layout of the message."""
+    left_out: _Share | None = None
+    """The share of the squared norm that the packed parts leave out in `auto`; None if they are encoded otherwise."""
     metrics: _Texts = ()
     """Names of the MetricRecords that the checksum covers. A mod before the exchange's may add others."""
     checksum: str = ""

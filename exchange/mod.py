@@ -14,10 +14,10 @@ from logging import getLogger
 from pathlib import Path
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
 from tepal.exchange.cache import DEFAULT_LIMIT, ClientCache, default_root
-from tepal.exchange.encodings import AUTO, EncodingError, LeftOut, Wire, add_difference, share_left_out
+from tepal.exchange.encodings import EncodingError
 from tepal.exchange.header import Header
 from tepal.exchange.initial import keep_initial
 from tepal.exchange.layout import Arrays, Layout, Names, dtype_name
@@ -34,11 +34,12 @@ from tepal.exchange.manifest import (
     other_version,
     verified_id,
 )
-from tepal.exchange.parts import Part, digest, digests_of, listed, pack, shapes_of, unpack_checked, unpacked
+from tepal.exchange.parts import Part, digest, digests_of, listed, shapes_of, unpack_checked
 from tepal.exchange.personal import PersonalState
-from tepal.exchange.plan import INTRODUCE, LEFT_OUT, TRAIN, Plan, Tree
-from tepal.exchange.records import add_metric, record_of, values_of
+from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
+from tepal.exchange.records import record_of, values_of
 from tepal.exchange.secret import own_secret
+from tepal.exchange.upload import encoded
 from tepal.host.text import visible
 
 log = getLogger("flwr")
@@ -257,7 +258,7 @@ class _ClientExchange:
         content = reply.content
         try:
             parts = {tree: self._returned(tree, names, content, trees) for tree, names in self.plan.returns.items()}
-            packed, left_out = self._encoded(parts, trees)
+            packed, left_out = encoded(self.plan, self.manifest.upload, parts, trees, self.personal)
             self.personal.commit()
             for tree, kept_as in self.plan.remembers.items():
                 self._remember(tree, parts[tree], kept_as)
@@ -269,46 +270,7 @@ class _ClientExchange:
             del content[name]
         if packed:
             content[PARTS] = ArrayRecord(packed)
-        if left_out is not None:
-            add_metric(content, LEFT_OUT, left_out)
-        return self.answer(parts=parts, content=content)
-
-    def _encoded(
-        self, parts: Mapping[Tree, dict[str, np.ndarray]], trees: Mapping[Tree, Arrays]
-    ) -> tuple[dict[Tree, Array], float | None]:
-        """The packed part of each tree, and the share of the squared norm that they leave out in `auto`.
-
-        Values in `parts` that the client caches are replaced by decoded ones.
-        """
-        wire, plan = self.manifest.upload, self.plan
-        left_out = self.personal.load_left_out() if wire.feedback else {}
-        feeds, auto = wire.feedback and not wire.unbiased, wire.dtype == AUTO
-        packed: dict[Tree, Array] = {}
-        found: list[LeftOut] = []
-        for tree, values in parts.items():
-            starts = trees[tree] if wire.differences and tree == plan.model else {}
-            before = {name: left_out[f"{tree}/{name}"] for name in values if feeds and f"{tree}/{name}" in left_out}
-            written = partial(_written, wire, values, starts, before)
-            random = wire.random(plan.client, plan.round, tree)
-            packed[tree] = pack(values, values, wire, written=written, random=random)
-            if not (feeds or auto or (tree in plan.remembers and not wire.plain)):
-                continue
-            found.append(LeftOut(scaled=wire.unbiased))
-            for name, read in unpacked(packed[tree], shapes_of(values, values), wire):
-                if not wire.encodes(name, read):
-                    continue
-                if feeds or auto:
-                    rest = (value := written(name)) - read
-                    if feeds:
-                        left_out[f"{tree}/{name}"] = rest
-                    if auto:
-                        found[-1].add(value, rest)
-                if tree in plan.remembers:
-                    add_difference(starts.get(name, np.zeros_like(read)), read)
-                    values[name] = read
-        if wire.feedback and parts:
-            self.personal.save_left_out(left_out)
-        return packed, share_left_out(found) if auto else None
+        return self.answer(parts=parts, content=content, left_out=left_out)
 
     def _remember(self, tree: Tree, returned: Arrays, kept_as: Tree) -> None:
         """Cache the returned values of a tree as parts of the tree `kept_as`, in the blocks of the message."""
@@ -359,6 +321,7 @@ class _ClientExchange:
         parts: Mapping[Tree, Arrays] | None = None,
         content: Mapping[str, ArrayRecord | MetricRecord | ConfigRecord] | None = None,
         refused: str = "",
+        left_out: float | None = None,
         secret: str = "",
     ) -> Message:
         carried = RecordDict(dict(content or {}))
@@ -374,23 +337,13 @@ class _ClientExchange:
             refused=refused,
             notes=(*self.cache.notes, *filter(None, [self.personal.lost])),
             layout=self.knows,
+            left_out=left_out,
             metrics=tuple(carried.metric_records),
             secret=secret,
         )
         header = header.unchecked() if is_local(self.msg) else header.with_checksum(carried)
         carried[RECORD] = header.to_record()
         return Message(carried, reply_to=self.msg)
-
-
-def _written(wire: Wire, values: Arrays, starts: Arrays, left_out: Arrays, name: str) -> np.ndarray:
-    """The array to pack for an entry: an encoded one is a difference from its start, with what was left out before."""
-    value = values[name]
-    if wire.encodes(name, value):
-        if name in starts:
-            value = value - starts[name]
-        if name in left_out:
-            value = value + left_out[name]
-    return value
 
 
 class _Refusal(Exception):

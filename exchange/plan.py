@@ -50,8 +50,6 @@ SCAFFOLD, LOCAL, DITTO, PERFEDAVG, PFEDME, APFL = "scaffold", "local", "ditto", 
 """Objectives of local training."""
 ACCUMULATION = "accumulation"
 """Metric of local training: ‖a_i‖₁, the number of gradients that its steps amount to (FedNova)."""
-LEFT_OUT = "wire-left-out"
-"""Metric that the exchange adds to an answer in `auto`: the share of the squared norm that the answer leaves out."""
 KNOWN_METRICS = frozenset(
     {LAYER_SCORES, LAYER_MILLISECONDS, LAYER_BUDGET, TEST_EXAMPLES, LABEL_COUNTS, ACCUMULATION, RATE}
 )

@@ -1,4 +1,4 @@
-"""ArrayRecords of arrays in memory, and the values of an Array, both without a copy; and a metric more in an answer.
+"""ArrayRecords of arrays in memory, and the values of an Array, both without a copy.
 
 Flower itself converts an array to `.npy` bytes and back, which makes four copies, each with the time and memory of one
 model, even if nothing leaves the process.
@@ -13,11 +13,9 @@ from typing import Any
 
 import flwr.app
 import numpy as np
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord
 from flwr.common.constant import SType
 from numpy.lib import format as npy
-
-from tepal.exchange.bounds import MOST_METRICS
 
 _text = cache(str)  # of a dtype, which NumPy writes slowly
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
@@ -67,11 +65,3 @@ def values_of(array: flwr.app.Array) -> np.ndarray:
                 flat = np.frombuffer(array.data, dtype, count, file.tell())
                 return flat.reshape(shape[::-1]).T if fortran_order else flat.reshape(shape)
     return array.numpy()
-
-
-def add_metric(answer: RecordDict, name: str, value: float) -> None:
-    """Add a metric to an app's answer, in a copy of its first MetricRecord; not if it has as many as are allowed."""
-    records = answer.metric_records
-    if records and sum(map(len, records.values())) < MOST_METRICS:
-        first, record = next(iter(records.items()))
-        answer[first] = MetricRecord({**record, name: value})

@@ -33,7 +33,7 @@ from tepal.exchange.manifest import PARTS, RECORD, Manifest, Parcel, ProtocolErr
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
 from tepal.exchange.packer import Packer, Wanted
 from tepal.exchange.parts import Part, listed, pieces_of, unpacked
-from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, LEFT_OUT, Outgoing, Reply, Tree
+from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, Outgoing, Reply, Tree
 from tepal.exchange.references import References
 from tepal.exchange.secret import proof_of
 from tepal.host.text import LONGEST_NAME, visible
@@ -296,7 +296,6 @@ class Sender:
             raise BadReply("it answers another message, or the message to it was altered on its way")
         no_result = bool(header.missing or header.refused)
         metrics, vectors, not_finite = metrics_of(content.metric_records, header.metrics)
-        left_out = metrics.pop(LEFT_OUT, None) if exchange.upload.dtype == AUTO else None
         starts = {} if no_result or not plan.returns else self._starts(exchange)
         parts = {} if no_result else self._parts(exchange, header, content, starts)
         squares, value_squares = self._squares(exchange.outgoing, parts, starts)
@@ -324,7 +323,7 @@ class Sender:
             notes=notes_of(header.notes),
             squares=squares,
             value_squares=value_squares,
-            left_out=left_out,
+            left_out=header.left_out if exchange.upload.dtype == AUTO else None,
             proof=proof_of(header.secret) if plan.action == INTRODUCE else "",
         )
 

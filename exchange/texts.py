@@ -23,7 +23,7 @@ WORDS = b"".join((
     b"attention.value.biasmlp_norm.weightmlp.2.biasnorm1.weightnorm2.biasattn.qkv.weightattn.proj.biasmlp.fc1.weight",
     # An answer's header.
     b'{"experiment":"","client":"","round":1,"action":"evaluate","answers":"","holds":["","carries":"","missing":{},'
-    b'"refused":"","notes":[],"layout":true,"metrics":["metrics"],"checksum":"","secret":""}',
+    b'"refused":"","notes":[],"layout":true,"left_out":null,"metrics":["metrics"],"checksum":"","secret":""}',
     # A manifest: one with its layout, and one whose layout is named.
     b'{"raw":[["weight",[64,64],"float32",""],["bias",[768],"float32",""],["weight",[3072,768],"float32",""]],"split":['
     b'"digests":"","id":"","names":[0,1],"sent":[0,1]},{"tree":"mode/0","block":"rest","names":[0,"tree":"control",'

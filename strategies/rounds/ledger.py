@@ -125,9 +125,13 @@ class ClientLedger:
         self._restorable = [*self._restorable, dict(self._current)][-self._keep :] if self._keep else []
 
     def to_facts(self) -> dict[str, Any]:
-        """`held`, `current` and `standing`, as a checkpoint has them."""
+        """`held`, `current` and `standing`, as a checkpoint has them; of `held` without layouts, which are sent again."""
         return {
-            "held": {client: tuple(sorted(parts)) for client, parts in sorted(self._held.items()) if parts},
+            "held": {
+                client: parts
+                for client, held in sorted(self._held.items())
+                if (parts := tuple(sorted(each for each in held if not LAYOUT_ID.fullmatch(each))))
+            },
             "current": dict(self._current),
             "standing": {
                 "failures": dict(self._failures),

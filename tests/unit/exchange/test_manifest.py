@@ -94,11 +94,11 @@ HEADER_TEXT = (
     r'{"experiment":"e","client":"site-1","round":3,"action":"train","answers":"00000000000000000000000000000000",'
     r'"holds":["ccd24d59ab373b8f908bbd1d0fb51bb6"],"carries":"4444444444444444",'
     r'"missing":{"ccd24d59ab373b8f908bbd1d0fb51bb6":["attn.qkv:q","attn.qkv:k"]},"refused":"no",'
-    r'"notes":["its disk in Z\u00fcrich is full","\udce9 in a file name is not UTF-8"],"layout":false,'
+    r'"notes":["its disk in Z\u00fcrich is full","\udce9 in a file name is not UTF-8"],"layout":false,"left_out":null,'
     r'"metrics":["metrics"],"checksum":"11111111111111111111111111111111"}'
 )
 # fmt: on
-HEADER_CHECKSUM = "6bd498224bc20d3ece0fbb1092538af9"
+HEADER_CHECKSUM = "9f859419a6b64f23f8a39e9e9d4f4017"
 
 
 def test_the_text_of_a_manifest_and_a_header_never_changes():
@@ -109,7 +109,7 @@ def test_the_text_of_a_manifest_and_a_header_never_changes():
 
 def test_the_dictionary_of_words_never_changes_within_a_protocol():
     """Another dictionary cannot read what was compressed with this one."""
-    assert (PROTOCOL, hashlib.sha256(WORDS).hexdigest()[:16]) == (9, "4bcb491b0bb81760")
+    assert (PROTOCOL, hashlib.sha256(WORDS).hexdigest()[:16]) == (9, "49ef2864b042d40a")
 
 
 def test_known_words_take_few_bytes():
@@ -237,7 +237,7 @@ def test_whatever_a_client_sends_is_read_or_is_a_protocol_error(data):
 def header_record(**changes):
     """A header's record with other values of some fields, or without them (None)."""
     data = json.loads(HEADER_TEXT) | changes
-    text = json.dumps({field: value for field, value in data.items() if value is not None})
+    text = json.dumps({field: value for field, value in data.items() if value is not None or field not in changes})
     return {RECORD: ConfigRecord({"header": compressed(text.encode())})}
 
 
@@ -255,6 +255,8 @@ def test_a_header_has_all_its_fields(field):
         *({"checksum": value} for value in (3, False, ["x"])),
         *({field: value} for field in ("holds", "notes", "metrics") for value in (3, [3], [["x"]], [True])),
         *({"missing": value} for value in ([], "x", {"a": 3}, {"a": [3]})),
+        *({"layout": value} for value in (1, "true", [True])),
+        *({"left_out": value} for value in (-0.1, 1.1, float("nan"), "0.5", True, [0.5])),
     ],
 )
 def test_a_header_of_other_types_is_refused_in_a_sentence(changes):

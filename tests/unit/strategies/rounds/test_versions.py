@@ -74,8 +74,8 @@ def states_protocol(number, message):
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (1, "client's version of Tepal has protocol 1, and the server's has 8: install the newer one on the client"),
-        (9, "client's version of Tepal has protocol 9, and the server's has 8: install the newer one on the server"),
+        (1, "client's version of Tepal has protocol 1, and the server's has 9: install the newer one on the client"),
+        (10, "client's version of Tepal has protocol 10, and the server's has 9: install the newer one on the server"),
     ],
 )
 def test_a_client_of_another_version_is_refused_and_the_log_says_which_side_to_update(tmp_path, caplog, number, words):
@@ -93,7 +93,7 @@ def test_a_client_of_another_version_is_refused_and_the_log_says_which_side_to_u
     assert words in caplog.text and len(asked) == 2, "each is asked once: it stays as it is until it is restarted"
 
 
-@pytest.mark.parametrize("number", [2, 7, 9])
+@pytest.mark.parametrize("number", [2, 8, 10])
 def test_a_server_of_another_version_reads_why_its_client_refuses(tmp_path, number):
     sender, content, exchange = introduction()
     message = Message(content, 1, "train")
