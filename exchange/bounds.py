@@ -17,7 +17,7 @@ MOST_EXAMPLES = 10**15
 LARGEST_METRIC = 1e100
 """Largest magnitude of a metric: sums over all clients of its square, times a weight, are still finite. A metric that
 is larger counts as one that is not finite."""
-SHARES = ("accuracy", "macro-f1", "left-out")
+SHARES = ("accuracy", "macro-f1", "wire-left-out")
 """Metrics with these names, or that end with "-" and one of them, are shares from 0 to 1. One that is not counts as one
 that is not finite."""
 MOST_METRICS = 200
