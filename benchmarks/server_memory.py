@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.client.grpc_rere_client.connection import grpc_request_response
@@ -38,6 +39,7 @@ from memory.entries import model
 from rich.console import Console
 from rich.table import Table
 
+from tepal.exchange.encodings import Wire
 from tepal.exchange.header import Header
 from tepal.exchange.manifest import PARTS, RECORD, Manifest
 from tepal.exchange.parts import listed, pack
@@ -52,14 +54,22 @@ WAYS = {
     "flower": "Flower's FedAvg",
     "tepal": "Tepal's FedAvg",
     "tepal-memory": "Tepal's FedAvg without checkpoints",
+    "auto": "Tepal's FedAvg, auto both ways",
 }
 
 
 class Stub:
-    """Answers every message with the same arrays."""
+    """Answers every message with the same arrays.
 
-    def __init__(self, arrays: ArrayRecord) -> None:
-        self._arrays = arrays
+    Args:
+        arrays: of an answer that is not encoded.
+        changes: the values of one that is; None: none is.
+    """
+
+    def __init__(self, arrays: ArrayRecord, changes: dict[str, np.ndarray] | None = None) -> None:
+        self._arrays, self._changes = arrays, changes
+        self._encoded: dict[Wire, Array] = {}
+        self._lock = threading.Lock()
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -113,7 +123,7 @@ class Stub:
         carried = {}
         for wanted in manifest.plan.returns:
             content[PARTS] = record = ArrayRecord()
-            record[wanted] = next(iter(self._arrays.values()))
+            record[wanted] = self._packed(manifest)
             carried[wanted] = manifest.layout.shaped(manifest.layout.names)
         header = Header(
             experiment=manifest.experiment,
@@ -122,10 +132,20 @@ class Stub:
             action=manifest.plan.action,
             answers=str(settings["manifest"]["id"]),
             carries=listed(carried),
+            holds=tuple(parcel.part.id for parcel in manifest.parcels if parcel.keep),
             metrics=("metrics",),
         )
         content[RECORD] = header.with_checksum(content).to_record()
         return content
+
+
+    def _packed(self, manifest: Manifest) -> Array:
+        if self._changes is None:
+            return next(iter(self._arrays.values()))
+        with self._lock:
+            if manifest.upload not in self._encoded:
+                self._encoded[manifest.upload] = pack(self._changes, manifest.layout.names, manifest.upload)
+            return self._encoded[manifest.upload]
 
 
 def identifiers(tree: ObjectTree) -> set[str]:
@@ -136,19 +156,23 @@ def identifiers(tree: ObjectTree) -> set[str]:
 def measure(way: str, clients: int, megabytes: float, rounds: int) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="tepal-memory-"))
     try:
-        entries = model(megabytes)
+        entries, changes = model(megabytes), None
         if way == "flower":
             arrays = ArrayRecord({name: Array(array) for name, array in entries.items()})
+        elif way == "auto":  # with a mean of 0, as changes have it
+            arrays, changes = ArrayRecord(), {name: array - np.float32(0.5) for name, array in entries.items()}
         else:
             arrays = ArrayRecord({"packed": pack(entries, entries)})
         size = sum(array.nbytes for array in entries.values())
         del entries
         hash_chunks(Message(RecordDict({"arrays": arrays}), 1, "train"))
-        with superlink(folder) as (process, address, fleet, environment), Stub(arrays).nodes(fleet, clients):
+        with superlink(folder) as (process, address, fleet, environment), Stub(arrays, changes).nodes(
+            fleet, clients
+        ):
             output, config, bundle = folder / "output.json", folder / "run-config.toml", folder / "app"
             settings = {
                 "way": way.partition("-")[0], "rounds": rounds, "clients": clients, "megabytes": megabytes,
-                "checkpoints": str(folder / "checkpoints") if way == "tepal" else "", "output": str(output),
+                "checkpoints": str(folder / "checkpoints") if way in ("tepal", "auto") else "", "output": str(output),
             }  # fmt: skip
             config.write_text(to_toml(settings))
             bundle.mkdir()
@@ -159,9 +183,9 @@ def measure(way: str, clients: int, megabytes: float, rounds: int) -> dict[str, 
                 status, details = follow(run, address, process, Clock(lambda *_: None, None), folder / "run.log", None)
             if status != "completed":
                 raise SystemExit(f"{WAYS[way]}: the run {status}: {details}\n{(folder / 'run.log').read_text()}")
-            before = json.loads(output.read_text())["before"]
+            found = json.loads(output.read_text())
         return {
-            "way": way, "clients": clients, "model": size, "before": before, "server": watch.most["flwr-serverapp"],
+            "way": way, "clients": clients, "model": size, **found, "server": watch.most["flwr-serverapp"],
             "superlink": watch.most["flower-superlink"], "seconds": time.monotonic() - begun,
         }  # fmt: skip
     finally:

@@ -149,6 +149,19 @@ def memory(figures: Mapping[str, Any]) -> Iterable[Row]:
             yield compared(what, ours, "Flower's FedAvg", stock, "MB", scale=1e-6)
 
 
+def memory_auto(figures: Mapping[str, Any]) -> Iterable[Row]:
+    """What is taken beyond what it had before the model; a reference is as large as the model."""
+    most = {(each["way"], each["clients"]): each["server"] - each["before"] for each in figures["runs"]}
+    for each in figures["runs"]:
+        if each["way"] == "auto":
+            what, ours = f"ServerApp with auto, {each['clients']} clients", each["server"] - each["before"]
+            plain, model = most["tepal", each["clients"]], each["model"]
+            yield compared(what, ours, "its model", model, "MB", scale=1e-6, faster=False)
+            other = "the same in float32, and a reference"
+            yield compared(what, ours, "the same in float32", plain, "MB", scale=1e-6, faster=False)
+            yield compared(what, ours, other, plain + model, "MB", "≤ 1", scale=1e-6, faster=False)
+
+
 def latency(goals: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Iterable[Row]]:
     names = {"warm": "a round on warm nodes", "unchanged": "a round on flower-supernode"}
 
@@ -287,6 +300,10 @@ TOPICS: Mapping[str, Topic] = {
     "memory-stock": Topic(
         "The server's memory, compared with Flower's", "server_memory.py", memory,
         ("--clients", "2,10", "--ways", "tepal,flower"),
+    ),
+    "memory-auto": Topic(
+        "The server's memory, auto both ways", "server_memory.py", memory_auto,
+        ("--megabytes", "100", "--clients", "2,10", "--rounds", "3", "--ways", "tepal,auto"),
     ),
     "latency": Topic(
         "A round without its training, tiny model", "round_latency.py",

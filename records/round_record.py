@@ -99,15 +99,15 @@ class RoundRecord:
     bytes_fedavg_down: int | None = column()
     bytes_plain: int | None = column()
     """Of the same entries without an encoding, both ways: relative to FedAvg's, what the strategy alone saves."""
-    wire_left_out_down: float | None = column("left out, down", text="{:.3f}".format, optional=True)
+    wire_left_out_down: float | None = column("left out, down", "share of squared norm", "{:.3f}".format, optional=True)
     """In `auto`: the share of the squared norm of what was encoded that is left out, in the mean over the messages with
     differences; `wire_left_out_up` in the mean over the clients that were merged (see `RoundReport.mean_left_out`)."""
-    wire_left_out_up: float | None = column("left out, up", text="{:.3f}".format, optional=True)
+    wire_left_out_up: float | None = column("left out, up", "share of squared norm", "{:.3f}".format, optional=True)
     wire_budget: int | None = column("budget", "bytes", bytes_text, optional=True)
     """Of the round's training, both ways; half of it is for each direction. Of it `wire_budget_down` bytes were sent to
     clients, and `wire_budget_up` by them."""
-    wire_budget_down: int | None = column("of the budget, down", "bytes", bytes_text, optional=True)
-    wire_budget_up: int | None = column("of the budget, up", "bytes", bytes_text, optional=True)
+    wire_budget_down: int | None = column("of it down", "bytes", bytes_text, optional=True)
+    wire_budget_up: int | None = column("of it up", "bytes", bytes_text, optional=True)
     resent: int | None = column("sent again", "parts")
     seconds: float | None = column("time", text=seconds_text)
     seconds_train: float | None = column("of it training", text=seconds_text)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tepal.exchange.encodings.codec import chunks
+from tepal.exchange.encodings.steps import dot
 
 
 class LeftOut:
@@ -19,18 +19,15 @@ class LeftOut:
 
     def __init__(self, *, scaled: bool = False) -> None:
         self._scaled = scaled
-        self._whole = self._rest = self._product = self._sent = 0.0
+        self._whole = self._rest = self._both = 0.0
 
     def add(self, value: np.ndarray, rest: np.ndarray) -> None:
         """Add an array, and its difference from what is decoded of it."""
         flat, left = value.reshape(-1), rest.reshape(-1)
-        for part in chunks(flat.size):
-            v, r = flat[part].astype(np.float64), left[part].astype(np.float64)
-            self._whole += float(np.vdot(v, v))
-            self._rest += float(np.vdot(r, r))
-            if self._scaled:
-                self._product += float(np.vdot(v, np.subtract(v, r, out=r)))
-                self._sent += float(np.vdot(r, r))
+        with np.errstate(over="ignore"):  # then the share is not known
+            self._whole += dot(flat, flat)
+            self._rest += dot(left, left)
+            self._both += dot(flat, left) if self._scaled else 0.0
 
     @property
     def whole(self) -> float:
@@ -42,7 +39,8 @@ class LeftOut:
         """What is left out of it, ‖v − c‖²."""
         if not self._scaled:
             return self._rest
-        return self._whole - self._product**2 / self._sent if self._sent else self._whole
+        product, sent = self._whole - self._both, self._whole - 2 * self._both + self._rest  # ⟨v, c⟩ and ‖c‖²
+        return self._whole - product**2 / sent if sent > 0 else self._whole
 
 
 def share_left_out(of: Iterable[LeftOut]) -> float | None:

@@ -125,7 +125,7 @@ class ClientLedger:
         self._restorable = [*self._restorable, dict(self._current)][-self._keep :] if self._keep else []
 
     def to_facts(self) -> dict[str, Any]:
-        """`held`, `current` and `standing`, as a checkpoint has them; of `held` without layouts, which are sent again."""
+        """`held`, `current` and `standing`, as a checkpoint has them: `held` without layouts, which are sent again."""
         return {
             "held": {
                 client: parts

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from statistics import fmean
 from typing import Any
 
 from tepal.host.text import visible
 from tepal.records.columns import Column
+from tepal.records.round_record import WIRE
 from tepal.report.table import Table, markdown_text
 from tepal.tools.compare.answers import Compared, answer, compared_in
 from tepal.tools.compare.comparison import Group, Measured, Result, Results, aim
@@ -68,6 +70,17 @@ def _doubt_keys(results: Results) -> list[str]:
     return [column.key for column in DOUBT_COLUMNS] if asked else []
 
 
+def _wire_keys(results: Results) -> list[str]:
+    """What `auto` left out and the bytes of the budget, if a run has them."""
+    return [key for key in WIRE if any(line.value(key) is not None for each in results.runs for line in each.metrics)]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of the rounds that have it."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
 def _differences(result: Result, group: Group, results: Results) -> dict[str, Any]:
     """Mean, interval and verdict of every figure that some section compares; then the section's question and answer."""
     if not results.comparison.asks:
@@ -107,6 +120,7 @@ def _run_row(each: Measured, result: Result, group: Group, results: Results) -> 
         "rounds": each.summary.get("rounds"),
         **each.figures(target, own_tests),
         **{key: each.doubt[key] for key in _doubt_keys(results)},
+        **{key: _mean(line.value(key) for line in each.metrics) for key in _wire_keys(results)},
         f"target_{results.by.key}": target,
         "target_data": group.target and group.target.of_data,
     }

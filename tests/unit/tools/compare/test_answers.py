@@ -325,6 +325,25 @@ def test_doubt_compares_what_was_measured(tmp_path):
     assert [float(row["loss"]) for row in runs] == [0.4, 0.25]
 
 
+def test_runs_csv_has_what_auto_left_out_in_the_mean_over_the_rounds(tmp_path):
+    plain = [RoundRecord(round=1, accuracy=0.5, accuracy_of="server")]
+    auto = [
+        RoundRecord(round=1, accuracy=0.5, accuracy_of="server", wire_left_out_up=0.5),
+        RoundRecord(round=2, accuracy=0.5, accuracy_of="server", wire_left_out_up=0.75, wire_left_out_down=0.5),
+    ]
+
+    def lines(**rounds):
+        one = [("", "", dict.fromkeys(rounds, "fedavg"), {})]
+        found = results(tmp_path, one, {(name, 7): each for name, each in rounds.items()}, seeds=(7,))
+        return [*csv.DictReader(io.StringIO(runs_csv(found)))]
+
+    first, second = lines(a=plain, b=auto)
+    assert (first["wire_left_out_up"], first["wire_left_out_down"]) == ("", "")
+    assert (float(second["wire_left_out_up"]), float(second["wire_left_out_down"])) == (0.625, 0.5)
+    assert not [key for key in second if key.startswith("wire_budget")], "no run has a budget"
+    assert not [key for key in lines(a=plain, b=plain)[0] if key.startswith("wire")]
+
+
 def test_doubt_of_several_seeds_says_what_is_undecided(tmp_path):
     rounds = {("single", seed): doubtful(0.9, 0.4, 0.08 + 0.01 * seed, 0.45) for seed in SEEDS}
     rounds |= {("ensemble", seed): doubtful(0.9, 0.3 + 0.001 * seed, 0.09 + 0.01 * (seed % 2), 0.7) for seed in SEEDS}
