@@ -235,6 +235,22 @@ def test_ctrl_c_ends_all_runs_and_the_comparison_can_be_resumed(cluster, here, c
     assert tables_of(folder, *RESENT) == tables_of(here, *RESENT)
 
 
+@pytest.mark.usefixtures("_hears_ctrl_c")
+@pytest.mark.parametrize("why", ["a mistake in the settings", "Ctrl-C"])
+def test_places_that_were_made_ready_are_free_again_if_no_run_begins(cluster, compare, tmp_path, why):
+    if why == "Ctrl-C":
+        with tepal(tmp_path, *compare(tmp_path), ray=cluster.address) as process:
+            wait_for(cluster.job_processes, "an actor that was taken ahead", process)
+            os.kill(process.pid, signal.SIGINT)
+            assert process.wait(60) not in (None, 0), process.tail(50)
+    else:
+        shown = ended(tmp_path, *compare(tmp_path), "-c", "min-clients=9", ray=cluster.address, status=1)
+        assert "--clients is 3, expected at least 9" in " ".join(shown.split()) and "Traceback" not in shown
+        assert not (tmp_path / "runs").exists()
+    cluster.wait_until_idle(5)
+    assert cluster.jobs() == []
+
+
 def test_nothing_goes_on_after_the_command_was_killed(cluster, compare, tmp_path):
     with tepal(tmp_path, *compare(tmp_path), ray=cluster.address) as process:
         wait_for(lambda: under_way(tmp_path), "a checkpoint", process)

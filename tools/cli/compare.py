@@ -118,7 +118,7 @@ def compare_command(
         resources: dict[str, Any] = {key: getattr(comparison, key) for key in ("clients", "cpus", "gpus")}
         resources.update(memory=memory or 0, kept_memory=comparison.memory)
         with runner_for(ray, comparison.engine, app, engine_for, asked=engine, **resources) as simulated:  # of all runs
-            simulated.start_ahead()
+            simulated.start_ahead(sum(run.outcome != "finished" for run in comparison.runs))
             where = "" if variants is None else f"{variants}: "
             check(comparison, lambda config: check_clients(config, comparison.clients, here=simulated.here), where)
             check_tasks(comparison)

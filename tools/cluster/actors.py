@@ -16,7 +16,7 @@ class Actors:
     """Actors whose jobs have ended well, and their processes, which wait for another job."""
 
     def __init__(self) -> None:
-        self._idle, self._timers = list[tuple[Any, Timer]](), list[Timer]()
+        self._idle, self._timers = list[tuple[Any, Timer | None]](), list[Timer]()  # no timer: made ahead of its job
         self._waiting, self._closed, self._changing = 0, False, Lock()
 
     def take(self) -> Any:
@@ -30,8 +30,11 @@ class Actors:
             end(actor)
         return None
 
-    def give(self, actor: Any) -> bool:
-        """Keep one for the next job, for a short time. False if it cannot do one, or a new actor waits for cores."""
+    def give(self, actor: Any, *, ahead: bool = False) -> bool:
+        """Keep one for the next job, for a short time. False if it cannot do one, or a new actor waits for cores.
+
+        `ahead`: its own job comes later, so it is kept until then, also while a new actor waits.
+        """
         import ray
 
         try:
@@ -39,8 +42,11 @@ class Actors:
         except Exception:  # as above
             return False
         with self._changing:
-            if not able or self._waiting or self._closed:
+            if not able or self._closed or (self._waiting and not ahead):
                 return False
+            if ahead:
+                self._idle.append((actor, None))
+                return True
             timer = Timer(_IDLE, self._release, [actor])
             timer.daemon = True
             self._idle.append((actor, timer))
@@ -53,7 +59,8 @@ class Actors:
         """A block in which a new actor waits for cores: none are kept by those that have no job."""
         with self._changing:
             self._waiting += 1
-            idle, self._idle = self._idle, []
+            idle = [(actor, timer) for actor, timer in self._idle if timer is not None]
+            self._idle = [pair for pair in self._idle if pair[1] is None]
         try:
             for actor, timer in idle:
                 timer.cancel()

@@ -7,11 +7,9 @@ that goes on elsewhere sends them again, as to clients that have lost their cach
 
 from __future__ import annotations
 
-import atexit
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +25,17 @@ from tepal.records.run_directory import (
     RunInUse,
     find_run,
     held,
-    read_config,
 )
+from tepal.tools.cluster.ahead import Ahead
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.inputs import caches_for
 from tepal.tools.cluster.job import MEMORY, PROCESS, Job, JobFailed, Place, done, noted
 from tepal.tools.cluster.spread import SpreadEngine
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
+from tepal.tools.cluster.there import CACHE, RUNS
 from tepal.tools.paths import files_in, with_paths
 from tepal.tools.simulation.engine import Runner
-from tepal.tools.simulation.process_engine import ProcessEngine
 
-_RUNS, _CACHE = "runs", "clients"
 _WRITTEN: Mapping[str, Written] = {CONFIG: in_toml, REPORT: in_html, "": str}
 """A run's files with paths, and how they are written there; "" is a line of its log."""
 
@@ -58,7 +55,7 @@ class ClusterEngine(Runner):
 
     def __init__(self, app: Path, clients: int, cluster: Cluster) -> None:
         super().__init__(app, clients)
-        self._cluster = cluster
+        self._cluster, self._ahead = cluster, Ahead(cluster, self.app, clients)
         self.at_once = cluster.at_once
         self.options = f"--ray {cluster.address}"
 
@@ -66,8 +63,13 @@ class ClusterEngine(Runner):
     def description(self) -> str:
         return self._cluster.description
 
-    def start_ahead(self) -> None:
-        """Nothing: the first run on a machine sends it what it needs."""
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._ahead.join()
+
+    def start_ahead(self, runs: int = 1) -> None:
+        """Begin to make places ready for the first runs. `run` raises what fails."""
+        self._ahead.start(min(runs, self.at_once))
 
     def stop(self) -> None:
         self._cluster.stopped.set()
@@ -94,6 +96,7 @@ class ClusterEngine(Runner):
                 tell("note" if kind == "stage" else kind, text)  # stages are shown before a run has its directory
 
             try:
+                self._ahead.wait_for_one(pass_on)
                 done(self._cluster, job, pass_on)
             except JobFailed as error:
                 if error.kind in ("", MEMORY):
@@ -107,25 +110,27 @@ class ClusterEngine(Runner):
         caches = caches_for(self.cache, directory.parent)
         app = self._cluster.inputs.of_app(self.app)
         inputs = {path: self._cluster.inputs.of(path) for path in files_in(config)}
+        files = [key for key, value in config.items() if files_in({key: value})]
 
         def arguments(place: Place) -> Mapping[str, Any]:
             there = with_paths(config, lambda path: inputs[path].on(place.store))
-            return {"app": app.on(place.store), "config": there, "run": directory.name, "clients": self.clients}
+            return {"app": app.on(place.store), "config": there, "files": files, "run": directory.name,
+                    "clients": self.clients}  # fmt: skip
 
         def returned(place: Place, name: str, content: bytes) -> bytes:
             """A file or line of the run with paths on this machine."""
             paths = {each.on(place.store): str(path) for path, each in inputs.items()}
-            paths[f"{place.folder}/{_RUNS}"] = str(directory.parent)
-            if name == f"{_RUNS}/{directory.name}/{MODEL}":
+            paths[f"{place.folder}/{RUNS}"] = str(directory.parent)
+            if name == f"{RUNS}/{directory.name}/{MODEL}":
                 return _with_header(content, paths)
-            written = _WRITTEN.get(name.removeprefix(f"{_RUNS}/{directory.name}/"))
+            written = _WRITTEN.get(name.removeprefix(f"{RUNS}/{directory.name}/"))
             return replaced(content, paths, written) if written else content
 
-        experiment = f"{_CACHE}/{directory.name}-{'[0-9a-f]' * 8}"  # as a run names it for its clients' caches
+        experiment = f"{CACHE}/{directory.name}-{'[0-9a-f]' * 8}"  # as a run names it for its clients' caches
         return Job(
-            function="tepal.tools.cluster.engine:run_there", arguments=arguments, inputs=(app, *inputs.values()),
-            folders={_RUNS: directory.parent, _CACHE: caches},
-            files=(f"{_CACHE}/secret", f"{experiment}/personal/*", f"{_RUNS}/{directory.name}/*"), renewed=True,
+            function="tepal.tools.cluster.there:run_there", arguments=arguments, inputs=(app, *inputs.values()),
+            folders={RUNS: directory.parent, CACHE: caches},
+            files=(f"{CACHE}/secret", f"{experiment}/personal/*", f"{RUNS}/{directory.name}/*"), renewed=True,
             returned=returned,
         )  # fmt: skip
 
@@ -152,28 +157,6 @@ def _with_header(model: bytes, paths: Mapping[str, str]) -> bytes:
     written = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     written += b" " * (-len(written) % 8)
     return len(written).to_bytes(8, "little") + written + model[end:]
-
-
-def run_there(folder: Path, *, app: str, config: Mapping[str, Value], run: str, clients: int) -> None:
-    """Do a run on the machine that its job is on, in the job's folder. Raises RunError."""
-    directory = folder / _RUNS / run
-    kept = {key: value for key, value in config.items() if files_in({key: value})}
-    RunDirectory(directory, {}).write_config({**read_config(directory), **kept, "runs": str(directory.parent)})
-
-    def show(kind: str, text: str) -> None:
-        if kind == "log":
-            print(text, flush=True)
-
-    asked = {**config, "runs": str(directory.parent), "resume": str(directory)}
-    _engine_there(Path(app), clients, folder / _CACHE).run(asked, on_event=show, log=folder / "run.log")
-
-
-@cache
-def _engine_there(app: Path, clients: int, kept: Path) -> ProcessEngine:
-    """The engine of all jobs of this process, which imports the app once. It ends with the process."""
-    opened = ExitStack()
-    atexit.register(opened.close)
-    return opened.enter_context(ProcessEngine(app, clients, None, cache=kept))
 
 
 @contextmanager

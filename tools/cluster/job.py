@@ -85,6 +85,7 @@ class Job:
         answers: folder of files that are fed → folder of what it makes, where a file of the same name is the answer.
         pause: least seconds between two questions on what has changed, while no answer is awaited.
         renewed: whether the process can do another job afterwards: what this one leaves in its memory does no harm.
+        ahead: whether it only makes its place ready for the next job, for which the actor is kept.
         sent: place, name and content of a file → the content that is sent.
         returned: the same of what comes back; the name is "" for a line that was printed.
     """
@@ -99,6 +100,7 @@ class Job:
     answers: Mapping[str, str] = field(default_factory=dict)
     pause: float = 0.3
     renewed: bool = False
+    ahead: bool = False
     sent: Callable[[Place, str, bytes], bytes] | None = None
     returned: Callable[[Place, str, bytes], bytes] = lambda _place, _name, content: content
 
@@ -145,7 +147,8 @@ class _Attempt:
             with nullcontext() if known else actors.waiting():
                 self._place = self._taken()
             self._repeated = False  # a place that is asked for again changes nothing
-            self._tell("stage", f"on {self._place.machine}")
+            if not self._job.ahead:
+                self._tell("stage", f"on {self._place.machine}")
             self._send()
             self._follow()
             result = self._read_result()
@@ -155,7 +158,8 @@ class _Attempt:
             error.told = self._told
             raise
         finally:
-            if not (ended_well and self._job.renewed and not self._repeated and actors.give(self._actor)):
+            may = ended_well and self._job.renewed and not self._repeated
+            if not (may and actors.give(self._actor, ahead=self._job.ahead)):
                 end(self._actor, stop=bool(known or self._place.folder))
 
     def _new_actor(self) -> Any:

@@ -20,14 +20,15 @@ from tepal.host.files import locked, new_log, replacing
 from tepal.host.request_files import ARRAYS, CRASHED, END, GONE, READY, REPLIES, REQUESTS
 from tepal.host.superlink import EndedRun, Listener, RunError
 from tepal.host.toml import Value, parse_run_config
+from tepal.tools.cluster.ahead import Ahead
 from tepal.tools.cluster.connection import Cluster, ClusterLost
 from tepal.tools.cluster.inputs import caches_for
 from tepal.tools.cluster.job import Job, JobFailed, Place, done, noted
+from tepal.tools.cluster.there import CACHE, WORKER
 from tepal.tools.paths import files_in, with_paths
 from tepal.tools.simulation.engine import Runner, RunStopped
 from tepal.tools.simulation.process_engine import ProcessEngine
 
-_CACHE, _WORKER = "clients", "worker"
 _FOLDER = "tepal-spread-"
 _PAUSE = 0.05  # seconds between two looks for a place that is ready
 _ABANDONED = 60.0  # seconds without a change after which a folder that nobody has locked is removed
@@ -45,7 +46,7 @@ class SpreadEngine(Runner):
 
     def __init__(self, app: Path, clients: int, cluster: Cluster) -> None:
         super().__init__(app, clients)
-        self._cluster = cluster
+        self._cluster, self._ahead = cluster, Ahead(cluster, self.app, clients)
         self._count = min(clients, cluster.at_once)
         self._opened = ExitStack()
         self._folder = self._opened.enter_context(_own_folder())
@@ -57,8 +58,14 @@ class SpreadEngine(Runner):
     def description(self) -> str:
         return self._cluster.described_for_clients(self._count)
 
-    def start_ahead(self) -> None:
-        self._server.start_ahead()
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._ahead.join()
+
+    def start_ahead(self, runs: int = 1) -> None:
+        """Begin with the server's process, and to make places ready for clients. `run` raises what fails there."""
+        self._ahead.start(self._count)
+        self._server.start_ahead(runs)
 
     def stop(self) -> None:
         self._cluster.stopped.set()
@@ -77,7 +84,8 @@ class SpreadEngine(Runner):
             raise RunError(f"train-together={together} is for clients of one process: leave it out, or --spread")
         log = log or new_log("run")
         self._server.cache = caches = caches_for(self.cache, Path(str(config["runs"])))
-        workers = _Workers(self._cluster, self._folder, self._count, on_event or (lambda _kind, _text: None))
+        listener = on_event or (lambda _kind, _text: None)
+        workers = _Workers(self._cluster, self._ahead, self._folder, self._count, listener)
         app = self._cluster.inputs.of_app(self.app)
         inputs = {path: self._cluster.inputs.of(path) for path in files_in(config)}
 
@@ -88,11 +96,11 @@ class SpreadEngine(Runner):
 
         def job(folder: Path) -> Job:
             return Job(
-                function="tepal.tools.cluster.spread:answer_there", arguments=arguments, inputs=(app, *inputs.values()),
-                folders={_CACHE: caches, _WORKER: folder}, files=(f"{_CACHE}/secret", f"{_WORKER}/{READY}"),
-                made=(f"{_WORKER}/{REPLIES}/*",),
-                fed=(f"{_WORKER}/{ARRAYS}/*", f"{_WORKER}/{REQUESTS}/*", f"{_WORKER}/{END}"),
-                answers={f"{_WORKER}/{REQUESTS}": f"{_WORKER}/{REPLIES}"},
+                function="tepal.tools.cluster.there:answer_there", arguments=arguments, inputs=(app, *inputs.values()),
+                folders={CACHE: caches, WORKER: folder}, files=(f"{CACHE}/secret", f"{WORKER}/{READY}"),
+                made=(f"{WORKER}/{REPLIES}/*",),
+                fed=(f"{WORKER}/{ARRAYS}/*", f"{WORKER}/{REQUESTS}/*", f"{WORKER}/{END}"),
+                answers={f"{WORKER}/{REQUESTS}": f"{WORKER}/{REPLIES}"},
             )  # fmt: skip
 
         try:
@@ -128,12 +136,13 @@ class _Workers:
     """The jobs in which clients train, each followed by a thread.
 
     Args:
+        ahead: places that are being made ready for them.
         folder: has a folder for each.
         listener: is told of them, and of the server.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, count: int, listener: Listener) -> None:
-        self._cluster, self._listener = cluster, listener
+    def __init__(self, cluster: Cluster, ahead: Ahead, folder: Path, count: int, listener: Listener) -> None:
+        self._cluster, self._ahead, self._listener = cluster, ahead, listener
         self._folders = [folder / str(worker) for worker in range(count)]
         self._threads = list[threading.Thread]()
         self._telling = threading.Lock()
@@ -190,6 +199,7 @@ class _Workers:
 
         why = "it has ended"
         try:
+            self._ahead.wait_for_one(tell)
             done(self._cluster, job, tell)
         except RunStopped:
             pass
@@ -204,17 +214,3 @@ class _Workers:
             with replacing(folder / GONE) as partial:
                 partial.write_text(why, encoding="utf-8")
             (folder / READY).unlink(missing_ok=True)
-
-
-def answer_there(
-    folder: Path, *, app: str, config: Mapping[str, Value], clients: int, paths: Mapping[str, str]
-) -> None:
-    """Train clients on the machine that a job is on, in the job's folder, until they are to end. Raises RunError."""
-    others = {"answers": str(folder / _WORKER), "paths": dict(paths)}
-
-    def show(kind: str, text: str) -> None:
-        if kind == "log":
-            print(text, flush=True)
-
-    with ProcessEngine(Path(app), clients, cache=folder / _CACHE, others=others) as engine:
-        engine.run(config, on_event=show, log=folder / "run.log")

@@ -59,7 +59,7 @@ def search_command(
         measure = check_values(plan, usual, file)
         minimise = measure == RMSE
         with _engine(ray, flower_app, plan.clients, cpus, gpus, memory) as engine:
-            engine.start_ahead()
+            engine.start_ahead(len(plan.searched))
             for variant in plan.searched:
                 first = {key: space.samples[0] for key, space in variant.search.items()}
                 config = read_run_config({**usual, **plan.config_of(variant, first)}, warn=False)

@@ -75,8 +75,11 @@ class Runner(ABC):
         self.stop()
 
     @abstractmethod
-    def start_ahead(self) -> None:
-        """Start what takes time before the first run, while the caller checks the run's settings.
+    def start_ahead(self, runs: int = 1) -> None:
+        """Start what takes time before the first runs, while the caller checks their settings.
+
+        Args:
+            runs: how many runs there will be.
 
         Raises RunError if that fails.
         """
@@ -124,7 +127,7 @@ class Engine(Runner):
         self._runs = 0
         self._running = contextlib.ExitStack()  # the processes that serve the runs
 
-    def start_ahead(self) -> None:
+    def start_ahead(self, runs: int = 1) -> None:
         try:
             self._begin()
         except BaseException as error:

@@ -43,7 +43,8 @@ class ProcessEngine(Engine):
         self._threads = max(1, cores // self._at_once)  # of PyTorch, for each client
         at_once = "client after client" if self._at_once == 1 else f"{self._at_once} clients at once"
         self.kind = f"one process, {at_once}"
-        self._others = dict(others or {})
+        self.others = dict(others or {})
+        """As the argument: of the next run."""
         self._process: _AppProcess | None = None
 
     def _begin(self) -> None:
@@ -56,7 +57,7 @@ class ProcessEngine(Engine):
         run.clock.stage(f"Running with {self.clients} clients in one process ...")
         self._begin()
         assert self._process is not None
-        status, details = self._process.run(run, self._folder / f"ended-{self._runs}", self._others)
+        status, details = self._process.run(run, self._folder / f"ended-{self._runs}", self.others)
         run.clock.stage("The run ended")
         return 1, status, details
 

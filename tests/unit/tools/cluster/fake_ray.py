@@ -5,6 +5,8 @@ import sys
 import types
 from types import SimpleNamespace
 
+from tepal.tools.cluster.job import Job
+
 
 class RayError(Exception):
     """As Ray's exceptions."""
@@ -136,3 +138,12 @@ def fake(monkeypatch, fate=lambda actor, name, arguments: None):
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
     return ray
+
+
+def a_job(function, *, tmp_path=None, inputs=(), **arguments):
+    """A job of a function that the fixture `code` sends."""
+    folders = {"trial": tmp_path / "trial"} if tmp_path else {}
+    return Job(
+        function=f"jobs:{function}", arguments=lambda place: arguments, inputs=inputs, folders=folders,
+        files=("trial/*",) if tmp_path else (), renewed=True, pause=0.01,
+    )  # fmt: skip

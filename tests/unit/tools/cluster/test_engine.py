@@ -3,7 +3,7 @@
 import tomllib
 from fnmatch import fnmatchcase
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +15,7 @@ from safetensors.numpy import load
 
 from tepal.host.superlink import RunError
 from tepal.records.run_directory import KEPT_IN, RunDirectory, RunInUse, held, read_config
+from tepal.tools.cluster import ahead as ahead_module
 from tepal.tools.cluster import engine as engine_module
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster.engine import ClusterEngine, ClusterFailed
@@ -82,10 +83,11 @@ def test_a_run_is_a_job_in_a_directory_that_is_made_here(engine, jobs, config, t
         **config, "dataset": f"{store['x.npz']}/x.npz", "model": f"{store['my-bert']}/my-bert",
         "pretrained": f"{store['w.pt']}/w.pt,tiny-vit",
     }  # fmt: skip
-    given = {"app": store["the app"], "config": there, "run": run.name, "clients": 3}
+    files = ["dataset", "model", "pretrained"]
+    given = {"app": store["the app"], "config": there, "files": files, "run": run.name, "clients": 3}
     arguments = dict(job.arguments(PLACE))
     assert {**arguments, "app": arguments["app"].rstrip("/")} == given
-    assert job.function == "tepal.tools.cluster.engine:run_there"
+    assert job.function == "tepal.tools.cluster.there:run_there"
     assert job.folders == {"runs": tmp_path / "runs", "clients": tmp_path / "runs" / ".clients"}
     files = [f"clients/{run.name}-0123abcd/personal/3/1.safetensors", f"runs/{run.name}/checkpoint/round-000001/state"]
     order = [[number for number, pattern in enumerate(job.files) if fnmatchcase(file, pattern)] for file in files]
@@ -113,6 +115,51 @@ def test_a_run_to_resume_that_is_not_there_is_refused(engine, jobs, config, tmp_
 
 def test_as_many_runs_at_once_as_the_cluster_has_room_for(engine):
     assert (engine.at_once, engine.description, engine.options) == (5, "Engine: far", "--ray far:1")
+
+
+@pytest.mark.parametrize(("runs", "places"), [(2, 2), (9, 5), (0, 0)])
+def test_places_are_made_ready_for_the_runs_that_there_are(engine, jobs, monkeypatch, runs, places):
+    begun = []
+    monkeypatch.setattr(ahead_module, "done", lambda _cluster, job, _tell: begun.append(job))
+    engine.start_ahead(runs)
+    engine.__exit__()
+    assert engine._cluster.stopped.is_set() and len(begun) == places and jobs.all == []
+    for job in begun:
+        assert job.ahead and job.renewed and [each.what for each in job.inputs] == ["the app"]
+        arguments = dict(job.arguments(PLACE))
+        assert arguments["clients"] == 3 and arguments["app"].startswith(f"{PLACE.store}/{job.inputs[0].digest}")
+
+
+def test_a_run_waits_for_a_place_that_is_being_made_ready(engine, jobs, config, tmp_path, monkeypatch):
+    made, begun, told = Event(), Event(), []
+
+    def ready(_cluster, _job, tell):
+        tell("stage", "waits for a machine with room")
+        begun.set()
+        assert made.wait(20) and jobs.all == []
+
+    monkeypatch.setattr(ahead_module, "done", ready)
+    engine.start_ahead()
+    assert begun.wait(20)
+    run = Thread(target=engine.run, args=[config], kwargs={"on_event": lambda *event: told.append(event)})
+    run.start()
+    run.join(0.2)
+    assert run.is_alive() and told[1:] == [("note", "waits for a machine with room")]
+    made.set()
+    run.join(20)
+    assert len(jobs.all) == 1 and not jobs.all[0].ahead
+
+
+def test_a_run_whose_place_no_machine_has_room_for_has_failed(engine, jobs, config, tmp_path, monkeypatch):
+    def fails(*_):
+        raise JobFailed("no machine of the cluster has room for it any more: see `ray status`")
+
+    monkeypatch.setattr(ahead_module, "done", fails)
+    engine.start_ahead()
+    with pytest.raises(ClusterFailed, match="has room for it any more"):
+        engine.run(config, log=tmp_path / "a.log")
+    engine.run(config, log=tmp_path / "a.log")
+    assert len(jobs.all) == 1
 
 
 def test_a_run_that_another_process_has_is_refused(engine, jobs, config, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from tepal.host.request_files import CRASHED, END, GONE, READY, REQUESTS
 from tepal.host.superlink import EndedRun, RunError
+from tepal.tools.cluster import ahead as ahead_module
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster import spread as spread_module
 from tepal.tools.cluster.connection import Cluster, ClusterLost, Resources
@@ -39,7 +40,7 @@ class Server:
         Server.does(Path(self.others["asks"]))
         return EndedRun(1, "completed", log)
 
-    def start_ahead(self):
+    def start_ahead(self, runs):
         self.begun = True
 
     def stop(self):
@@ -184,6 +185,21 @@ def test_the_server_begins_when_clients_can_train_somewhere(engine, jobs, config
     jobs.do, Server.does = do, staticmethod(lambda folder: begun.set())
     engine.run(config, log=tmp_path / "a.log")
     assert begun.is_set()
+
+
+def test_each_place_waits_for_one_that_was_made_ready(engine, jobs, config, tmp_path, monkeypatch):
+    ready = []
+
+    def done(cluster, job, tell):
+        assert job.ahead and job.renewed
+        time.sleep(0.1)
+        ready.append(len(jobs.all))
+
+    monkeypatch.setattr(ahead_module, "done", done)
+    engine.start_ahead()
+    Server.does = staticmethod(lambda folder: until(lambda: states(folder) == [True] * 3))
+    engine.run(config, log=tmp_path / "a.log")
+    assert engine._server.begun and len(ready) == len(jobs.all) == 3 and ready[0] == 0
 
 
 def test_if_clients_can_train_nowhere_the_reason_is_the_error(engine, jobs, config, tmp_path):

@@ -26,7 +26,7 @@ def compare(monkeypatch, tmp_path):
     started, asked, failing, during = [], [], {}, [lambda strategy, run: None]
     stopped = threading.Event()
     engine = SimpleNamespace(
-        start_ahead=lambda: None, stop=stopped.set, at_once=1, here=True, description="Engine: none", options=""
+        start_ahead=lambda runs: None, stop=stopped.set, at_once=1, here=True, description="Engine: none", options=""
     )  # fmt: skip
 
     def simulate(run_config, *, on_event, log):

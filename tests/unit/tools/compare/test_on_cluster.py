@@ -44,6 +44,14 @@ def test_the_memory_of_each_run_is_kept_as_its_cores_are(compare, asked):
     assert asked == [("far:1", 4.5)] * 2
 
 
+def test_places_are_made_ready_for_the_runs_that_are_not_finished(compare, asked):
+    places = []
+    compare.engine.start_ahead = places.append
+    folder, _ = begun(compare)
+    assert compare("--resume", str(folder), *CLUSTER, config=None).exit_code == 0
+    assert places == [2, 1]
+
+
 @pytest.mark.parametrize(("option", "then"), [("9", 9.0), ("0", 0.0)])
 def test_another_memory_may_be_given(compare, asked, option, then):
     folder, _ = begun(compare, "--memory", "4.5")
