@@ -27,7 +27,8 @@ CONFIG = {
     "local-epochs": 1,
     "deterministic": True,
 }
-OWN = {"seconds", "seconds_train", "step_seconds", "bytes_overhead", "resent", "notes", "bytes_down", "bytes_plain"}
+OWN = {"seconds", "seconds_train", "step_seconds", "bytes_overhead", "resent", "notes", "bytes_down", "bytes_plain",
+       "wire_left_out_down", "wire_budget_down"}  # fmt: skip
 """What a round's line has of its own in every run; a client that lost its cache with its machine is sent more."""
 
 
