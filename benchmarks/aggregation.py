@@ -33,7 +33,7 @@ from measured import write_figures
 from rich.console import Console
 from rich.table import Table
 
-from tepal.exchange import manifest, partial_exchange, sender
+from tepal.exchange import header, partial_exchange, sender
 from tepal.exchange.layout import Layout
 from tepal.exchange.parts import pack, unpack
 from tepal.exchange.plan import MODEL, Outgoing, Plan, Reply
@@ -109,7 +109,7 @@ def whole_way(replies: Models, repeats: int) -> dict[str, list[float]]:
         contents = {each: one.deflate() for each, one in get_all_nested_objects(answer).items()}
         replied.append((exchange, answer.object_id, contents))
     seconds: dict[str, list[float]] = {step: [] for step in STEPS}
-    with stopwatch(seconds, manifest.Header, "checksum_of", "checksum verified"):
+    with stopwatch(seconds, header.Header, "checksum_of", "checksum verified"):
         for _ in range(repeats):
             for step in STEPS:
                 seconds[step].append(0.0)

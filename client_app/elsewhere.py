@@ -4,7 +4,8 @@
     the client's machine   `answered` calls the ClientApp
 
 What a client keeps from round to round is on its machine: cached parts, and personal state. The latter is also on the
-server's, in the folder of caches, and goes with the client if that trains on another machine.
+server's, in the folder of caches, and goes with the client if that trains on another machine. So does the layout that a
+message names.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from tepal.exchange.cache import ClientCache, default_root
 from tepal.exchange.files import SUFFIX
-from tepal.exchange.manifest import ID, RECORD, Manifest, ProtocolError
+from tepal.exchange.layout import Layout
+from tepal.exchange.layouts import Layouts, remembered
+from tepal.exchange.manifest import ID, RECORD, Manifest, ProtocolError, UnknownLayout
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE
 from tepal.host.files import replacing
@@ -32,13 +35,17 @@ from tepal.strategies.in_process import NodeConfig
 
 @dataclass(frozen=True)
 class Asked:
-    """What the process of a client's machine is asked. `files`: of its personal state; None: they may be there."""
+    """What the process of a client's machine is asked.
+
+    `files`: of its personal state; `layout`: that the message names. They are None at first: both may be there.
+    """
 
     message: Message
     node_id: int
     node_config: NodeConfig
     state: RecordDict
     files: Mapping[str, bytes] | None = None
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Answered:
 
 
 class Lacking:
-    """A reply instead: the personal state is not there."""
+    """A reply instead: the personal state or the layout is not there."""
 
 
 class FarClients:
@@ -71,8 +78,9 @@ class FarClients:
         asked = Asked(message, context.node_id, context.node_config, context.state)
         found = self._ask(client, asked)
         if isinstance(found, Lacking):  # it has another machine than before
-            personal = _personal_state(message)
-            found = self._ask(client, replace(asked, files=personal.current() if personal else {}))
+            personal, manifest = _personal_state(message), _manifest(message)
+            files, layout = personal.current() if personal else {}, manifest.layout if manifest else None
+            found = self._ask(client, replace(asked, files=files, layout=layout))
         assert isinstance(found, Answered)
         context.state = found.state
         if found.files and (personal := _personal_state(message)):
@@ -93,10 +101,12 @@ def answered(
         asked: what came.
     """
     message, personal = asked.message, _personal_state(asked.message)
+    if asked.layout is not None:
+        remembered(asked.layout)
     if personal:
         personal.add(asked.files or {})
-        if asked.files is None and not personal.is_here():
-            return Lacking()
+    if asked.files is None and (_lacks_layout(message) or (personal and not personal.is_here())):
+        return Lacking()
     before = personal.written() if personal else {}
     if message.has_content():
         for record in message.content.config_records.values():
@@ -157,13 +167,31 @@ class _PersonalState:
         ).prune()
 
 
+def _manifest(message: Message) -> Manifest | None:
+    """A message's manifest, without a layout that is not known here; None of another app's message."""
+    try:
+        return Manifest.from_content(message.content)
+    except UnknownLayout as error:
+        return error.manifest
+    except ProtocolError:
+        return None
+
+
+def _lacks_layout(message: Message) -> bool:
+    """Whether a message names a layout that is not on this machine."""
+    try:
+        Manifest.from_content(message.content, Layouts(default_root()).find)
+    except UnknownLayout:
+        return True
+    except ProtocolError:
+        pass
+    return False
+
+
 def _personal_state(message: Message) -> _PersonalState | None:
     """Where a message finds the client's personal state; None if it does not use it."""
-    try:
-        manifest = Manifest.from_content(message.content)
-    except ProtocolError:  # another app's
-        return None
-    if manifest.plan.action == INTRODUCE:
+    manifest = _manifest(message)
+    if manifest is None or manifest.plan.action == INTRODUCE:
         return None
     folder = ClientCache(default_root(), manifest.experiment, manifest.plan.client).personal
     return _PersonalState(folder, manifest, str(message.content[RECORD][ID]))

@@ -30,17 +30,17 @@ _reading = threading.Lock()
 
 
 def remembered(layout: Layout) -> Layout:
-    """The layout, which this process finds by its id from now on; the same object for equal layouts."""
+    """The layout, which this process finds by its id from now on."""
     with _reading:
-        found = _read.pop(layout.id, layout)
-        _read[layout.id] = found
+        _read.pop(layout.id, None)
+        _read[layout.id] = layout
         while len(_read) > _MOST:
             del _read[next(iter(_read))]
-    return found
+    return layout
 
 
 def in_memory(id: str) -> Layout | None:
-    """The layout of this id, if this process has read it lately."""
+    """The layout of this id, if this process has read or sent it lately."""
     return _read.get(id)
 
 

@@ -28,6 +28,7 @@ from tepal.exchange.encodings import (
 )
 from tepal.exchange.header import Header
 from tepal.exchange.layout import Arrays, Layout, Names
+from tepal.exchange.layouts import remembered
 from tepal.exchange.local import is_local
 from tepal.exchange.manifest import PARTS, RECORD, Manifest, Parcel, ProtocolError, other_version, write_id
 from tepal.exchange.norms import SMALL, estimated_norms, integer_norms, squared_norms
@@ -147,7 +148,7 @@ class Sender:
     ) -> None:
         if sorted(name for names in blocks.values() for name in names) != sorted(layout.names):
             raise ValueError("the blocks are not a partition of the model's entries")
-        self.layout = layout
+        self.layout = remembered(layout)
         self.blocks = blocks
         self.experiment = experiment
         self.record = record

@@ -1,5 +1,6 @@
 """Clients on other machines: what belongs to a client goes with it, and paths are those of its machine."""
 
+import pickle
 import shutil
 import threading
 import time
@@ -10,8 +11,10 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from tepal.client_app.elsewhere import Asked, FarClients, answered, with_paths
-from tepal.exchange import partial_exchange, received
+from tepal.client_app.elsewhere import Asked, FarClients, Lacking, answered, with_paths
+from tepal.exchange import layouts, partial_exchange, received
+from tepal.exchange.manifest import Manifest
+from tepal.exchange.plan import INTRODUCE
 from tepal.host.request_files import END, READY, Workers, answer_all
 from tepal.strategies import FedAvg
 from tepal.strategies.in_process import InProcessGrid, Node
@@ -92,6 +95,48 @@ def test_a_client_that_goes_on_elsewhere_has_its_personal_state_and_is_sent_what
 
     assert versions(here) == versions(tmp_path / "there-0") and 4 <= len(versions(here)) < 2 * 9
     assert {node.context.state["seen"]["rounds"] for node in grid.nodes.values()} == {9.0}
+
+
+def test_a_layout_that_a_machine_has_not_read_goes_with_the_client(tmp_path, monkeypatch, app):
+    """All clients introduce themselves on the first machine that is ready. Nothing is sent twice for it."""
+    monkeypatch.setenv("TEPAL_CACHE", str(tmp_path / "here"))
+    memories = [dict(), dict()]
+    lacking = []
+
+    def ask(client, asked):
+        introduces = Manifest.from_content(asked.message.content).plan.action == INTRODUCE
+        machine = 0 if introduces else client
+        with monkeypatch.context() as there:
+            there.setenv("TEPAL_CACHE", str(tmp_path / f"there-{machine}"))
+            there.setattr(layouts, "_read", memories[machine])
+            answer = answered(app, {}, str, pickle.loads(pickle.dumps(asked)))
+        lacking.extend([client] * isinstance(answer, Lacking))
+        return answer
+
+    grid = InProcessGrid([Node(FarClients(ask), {"name": f"c{k}"}) for k in range(2)])
+    strategy, reports = FedAvg(min_available_nodes=2, fraction_evaluate=0), []
+    strategy.on_round = reports.append
+    strategy.start(grid, START, num_rounds=3)
+    assert lacking == [1] and [report.resent for report in reports] == [0] * 3
+    assert [report.down.payload for report in reports] == [2 * 9000 * 4] * 3
+    assert len(list(tmp_path.glob("there-1/*/layout-*.json"))) == 1
+
+
+def test_the_personal_state_of_a_message_whose_layout_is_not_known_is_found(tmp_path, monkeypatch, app):
+    """Its place is in the manifest."""
+    monkeypatch.setenv("TEPAL_CACHE", str(tmp_path / "here"))
+
+    def ask(client, asked):
+        with monkeypatch.context() as there:
+            there.setenv("TEPAL_CACHE", str(tmp_path / "there"))
+            answer = answered(app, {}, str, pickle.loads(pickle.dumps(asked)))
+        layouts._read.clear()
+        return answer
+
+    grid = InProcessGrid([Node(FarClients(ask), {"name": "c0"})])
+    FedAvg(min_available_nodes=1, fraction_evaluate=0).start(grid, START, num_rounds=3)
+    assert [count for _, count, _ in app.rounds] == [1.0, 2.0, 3.0]
+    assert len(list(tmp_path.glob("here/*/personal/c0/*"))) == len(list(tmp_path.glob("there/*/personal/c0/*"))) > 0
 
 
 def test_paths_in_settings_are_those_of_the_clients_machine():
