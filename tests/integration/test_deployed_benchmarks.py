@@ -9,8 +9,10 @@ pytestmark = [pytest.mark.long, pytest.mark.deployment]
 
 def test_the_servers_memory_is_measured_beside_flowers(figures):  # noqa: F811
     runs = figures("server_memory.py", "--quick")["runs"]
-    assert [run["way"] for run in runs] == ["flower", "tepal", "tepal-memory"]
+    assert [run["way"] for run in runs] == ["flower", "tepal", "tepal-memory", "auto"]
     assert all(run["server"] > run["before"] > 0 and run["superlink"] > 0 for run in runs)
+    up = {run["way"]: run["moved"][-1][1] for run in runs if run["way"] != "flower"}
+    assert up["tepal"] == up["tepal-memory"] > 5 * up["auto"] > 0
 
 
 def test_a_simulation_is_timed_beside_flowers_own_and_beside_its_steps(figures):  # noqa: F811
