@@ -5,8 +5,9 @@
 Either a comparison, `tepal compare` with FedAvg and FedFrozen and `--seeds` seeds, of which each run is on one node; or
 one run, `tepal simulate --spread` with FedAvg, whose clients are on both. Digits, ten clients. The nodes are processes
 on this machine, each held to a core of its own, with temporary files of their own; the head has no core. On one core
-the command and all its processes are held to it. The two are taken in turn, and the results must be the same. Starting
-Ray is not counted; sending code to the nodes is, each time, because their stores are emptied.
+the command and all its processes are held to it. Neither has a lower priority (the nodes have `RAY_worker_niceness=0`). The
+two are taken in turn, and the results must be the same. Starting Ray is not counted; sending code to the nodes is, each
+time, because their stores are emptied.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def cluster(folder: Path, cores: Sequence[int]) -> Iterator[str]:
             files.mkdir()
             command = common + (head if core is None else worker) + [f"--temp-dir={folder / f'r{number}'}"]
             held = command if core is None else ["taskset", "-c", str(core), *command]
-            environment = {**os.environ, "TMPDIR": str(files), "OMP_NUM_THREADS": "1"}
+            environment = {
+                **os.environ, "TMPDIR": str(files), "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0",
+            }  # fmt: skip
             process = nodes.enter_context(
                 started(held, log=folder / f"{number}.log", env=environment, cwd=files, name="Ray", grace=3)
             )

@@ -138,7 +138,6 @@ class Stub:
         content[RECORD] = header.with_checksum(content).to_record()
         return content
 
-
     def _packed(self, manifest: Manifest) -> Array:
         if self._changes is None:
             return next(iter(self._arrays.values()))

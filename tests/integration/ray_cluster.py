@@ -24,7 +24,7 @@ _STORE_BYTES = 200 * 2**20
 # Nodes are found to be dead after some seconds, not after half a minute.
 _SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "5000", "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_timeout_ms": "5000", "RAY_health_check_failure_threshold": "3", "RAY_worker_niceness": "0",
 }  # fmt: skip
 
 

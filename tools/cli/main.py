@@ -5,6 +5,8 @@ The module of a command is imported when the command is called: `tepal --help` a
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
@@ -60,6 +62,8 @@ class _Group(TyperGroup):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
+
+atexit.register(gc.freeze)  # so that nobody looks for garbage at the end: with PyTorch imported, half a second
 
 main = commands("tepal", cls=_Group, no_args_is_help=True)
 
