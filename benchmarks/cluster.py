@@ -5,9 +5,9 @@
 Either a comparison, `tepal compare` with FedAvg and FedFrozen and `--seeds` seeds, of which each run is on one node; or
 one run, `tepal simulate --spread` with FedAvg, whose clients are on both. Digits, ten clients. The nodes are processes
 on this machine, each held to a core of its own, with temporary files of their own; the head has no core. On one core
-the command and all its processes are held to it. Neither has a lower priority (the nodes have `RAY_worker_niceness=0`). The
-two are taken in turn, and the results must be the same. Starting Ray is not counted; sending code to the nodes is, each
-time, because their stores are emptied.
+the command and all its processes are held to it. Neither has a lower priority (the nodes have `RAY_worker_niceness=0`).
+The two are taken in turn, and the results must be the same. Starting Ray is not counted; sending code to the nodes is,
+each time, because their stores are emptied.
 """
 
 from __future__ import annotations
