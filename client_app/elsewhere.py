@@ -78,12 +78,13 @@ class FarClients:
         asked = Asked(message, context.node_id, context.node_config, context.state)
         found = self._ask(client, asked)
         if isinstance(found, Lacking):  # it has another machine than before
-            personal, manifest = _personal_state(message), _manifest(message)
+            manifest = _manifest(message)
+            personal = _personal_state(message, manifest)
             files, layout = personal.current() if personal else {}, manifest.layout if manifest else None
             found = self._ask(client, replace(asked, files=files, layout=layout))
         assert isinstance(found, Answered)
         context.state = found.state
-        if found.files and (personal := _personal_state(message)):
+        if found.files and (personal := _personal_state(message, _manifest(message))):
             personal.add(found.files)
             personal.prune()
         return found.reply
@@ -100,12 +101,14 @@ def answered(
         there: function of a setting of the message, which makes its paths those of this machine (`with_paths`).
         asked: what came.
     """
-    message, personal = asked.message, _personal_state(asked.message)
     if asked.layout is not None:
         remembered(asked.layout)
+    message, manifest = asked.message, _manifest(asked.message)
+    personal = _personal_state(message, manifest)
     if personal:
         personal.add(asked.files or {})
-    if asked.files is None and (_lacks_layout(message) or (personal and not personal.is_here())):
+    lacks_layout = manifest is not None and not manifest.layout.names
+    if asked.files is None and (lacks_layout or (personal and not personal.is_here())):
         return Lacking()
     before = personal.written() if personal else {}
     if message.has_content():
@@ -168,29 +171,17 @@ class _PersonalState:
 
 
 def _manifest(message: Message) -> Manifest | None:
-    """A message's manifest, without a layout that is not known here; None of another app's message."""
+    """A message's manifest, with an empty layout if that is not on this machine; None of another app's message."""
     try:
-        return Manifest.from_content(message.content)
+        return Manifest.from_content(message.content, Layouts(default_root()).find)
     except UnknownLayout as error:
         return error.manifest
     except ProtocolError:
         return None
 
 
-def _lacks_layout(message: Message) -> bool:
-    """Whether a message names a layout that is not on this machine."""
-    try:
-        Manifest.from_content(message.content, Layouts(default_root()).find)
-    except UnknownLayout:
-        return True
-    except ProtocolError:
-        pass
-    return False
-
-
-def _personal_state(message: Message) -> _PersonalState | None:
-    """Where a message finds the client's personal state; None if it does not use it."""
-    manifest = _manifest(message)
+def _personal_state(message: Message, manifest: Manifest | None) -> _PersonalState | None:
+    """Where a message with this manifest finds the client's personal state; None if it does not use it."""
     if manifest is None or manifest.plan.action == INTRODUCE:
         return None
     folder = ClientCache(default_root(), manifest.experiment, manifest.plan.client).personal
