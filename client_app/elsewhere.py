@@ -4,8 +4,8 @@
     the client's machine   `answered` calls the ClientApp
 
 What a client keeps from round to round is on its machine: cached parts, and personal state. The latter is also on the
-server's, in the folder of caches, and goes with the client if that trains on another machine. So does the layout that a
-message names.
+server's, in the folder of caches, and goes with the client if that trains on another machine. The layout that a
+message names is sent along in the same case.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from tepal.strategies.in_process import NodeConfig
 class Asked:
     """What the process of a client's machine is asked.
 
-    `files`: of its personal state; `layout`: that the message names. They are None at first: both may be there.
+    `files`: of its personal state; `layout`: that the message names. Both are None in the first request, because the
+    machine usually has them.
     """
 
     message: Message
@@ -58,7 +59,7 @@ class Answered:
 
 
 class Lacking:
-    """A reply instead: the personal state or the layout is not there."""
+    """A reply instead: the personal state or the layout is missing on the client's machine."""
 
 
 class FarClients:
@@ -80,8 +81,8 @@ class FarClients:
         if isinstance(found, Lacking):  # it has another machine than before
             manifest = _manifest(message)
             personal = _personal_state(message, manifest)
-            files, layout = personal.current() if personal else {}, manifest.layout if manifest else None
-            found = self._ask(client, replace(asked, files=files, layout=layout))
+            layout = manifest.layout if manifest and not _lacks_layout(manifest) else None
+            found = self._ask(client, replace(asked, files=personal.current() if personal else {}, layout=layout))
         assert isinstance(found, Answered)
         context.state = found.state
         if found.files and (personal := _personal_state(message, _manifest(message))):
@@ -101,14 +102,13 @@ def answered(
         there: function of a setting of the message, which makes its paths those of this machine (`with_paths`).
         asked: what came.
     """
-    if asked.layout is not None:
-        remembered(asked.layout)
     message, manifest = asked.message, _manifest(asked.message)
+    if manifest is not None and asked.layout is not None:
+        remembered(manifest.experiment, asked.layout)
     personal = _personal_state(message, manifest)
     if personal:
         personal.add(asked.files or {})
-    lacks_layout = manifest is not None and not manifest.layout.names
-    if asked.files is None and (lacks_layout or (personal and not personal.is_here())):
+    if asked.files is None and (_lacks_layout(manifest) or (personal and not personal.is_here())):
         return Lacking()
     before = personal.written() if personal else {}
     if message.has_content():
@@ -178,6 +178,10 @@ def _manifest(message: Message) -> Manifest | None:
         return error.manifest
     except ProtocolError:
         return None
+
+
+def _lacks_layout(manifest: Manifest | None) -> bool:
+    return manifest is not None and not manifest.layout.names
 
 
 def _personal_state(message: Message, manifest: Manifest | None) -> _PersonalState | None:

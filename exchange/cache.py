@@ -216,7 +216,8 @@ def forget_parts(experiment: Path) -> None:
             shutil.rmtree(experiment / name, ignore_errors=True)
         usage.listed = 0.0  # so that the next write lists the folder
     for file in experiment.glob(LAYOUT):
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            file.unlink()
     with contextlib.suppress(OSError):  # it is not empty if there is personal state
         experiment.rmdir()
 

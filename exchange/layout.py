@@ -26,7 +26,7 @@ Shaped = tuple[str, str, tuple[int, ...]]
 """(name, dtype, shape) of an array."""
 
 LAYOUT_ID = re.compile("[0-9a-f]{8}")
-"""What a layout's id is like."""
+"""Format of a layout's id."""
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -108,7 +108,7 @@ class Layout:
 
     @cached_property
     def id(self) -> str:
-        """A digest of the layout (8 hexadecimal digits), which tells it from others of the same run."""
+        """A digest of the layout (8 hexadecimal digits), which distinguishes it from other layouts of the run."""
         return blake3(to_text(self.to_json())).hexdigest(4)
 
     @cached_property

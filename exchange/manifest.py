@@ -3,7 +3,7 @@
 It and the header, which describes the answer (`header.py`), are each one compressed JSON value (`texts.py`) in a Flower
 `ConfigRecord` of the message. They carry everything that is needed to complete and to strip an app's raw `state_dict`:
 server and client share no state but the values themselves, and the model's layout, which a manifest names by its id if
-the client has said that it knows it (`layouts.py`). With the layout a manifest has about three bytes for an entry.
+the client has reported that it stored it (`layouts.py`). With the layout a manifest has about three bytes for an entry.
 Fields are written in the order in which the classes declare them.
 
 An **exchange** is one message and its answer. Its id is the digest of the manifest and the app's settings, which no two
@@ -175,7 +175,7 @@ class Manifest:
     """Random, so that equal manifests begin different exchanges."""
 
     def to_record(self, *, layout_known: bool = False) -> ConfigRecord:
-        """The manifest as it is sent. `layout_known`: the client has said that it knows the layout."""
+        """The manifest as it is sent. `layout_known`: the client has reported that it stored the layout."""
         introduces = self.plan.action == INTRODUCE  # of which other versions must be able to read the refusal
         number = {name: k for k, name in enumerate(self.layout.names)}
 
@@ -206,7 +206,7 @@ class Manifest:
 
     @classmethod
     def from_content(
-        cls, content: Mapping[str, Any], known: Callable[[str, str], Layout | None] = lambda _, id: in_memory(id)
+        cls, content: Mapping[str, Any], known: Callable[[str, str], Layout | None] = in_memory
     ) -> Manifest:
         """Read the manifest of a message.
 
@@ -254,21 +254,24 @@ class Manifest:
 
 def _layout_of(data: Mapping[str, Any], known: Callable[[str, str], Layout | None]) -> Layout:
     """The layout that a manifest lists or names. Raises UnknownLayout, or another error for other data."""
+    experiment = data["experiment"]
+    if type(experiment) is not str:
+        raise ValueError(f"{reprlib.repr(experiment)} is not text")
     if not isinstance(id := data["layout"], str):
-        return remembered(Layout.from_json(id))
+        return remembered(experiment, Layout.from_json(id))
     if not LAYOUT_ID.fullmatch(id):
         raise ValueError(f"the layout's id is {reprlib.repr(id)}")
+    if (layout := known(experiment, id)) is not None:
+        return layout
     without = Manifest(
-        experiment=data["experiment"],
+        experiment=experiment,
         plan=Plan(needs={}, **_plan_fields(data["plan"], lambda _: ())),
         record=data["record"],
         layout=Layout((), ()),
         current=data["current"],
         kept=tuple(data["kept"]),
     )
-    if (layout := known(_checked(without).experiment, id)) is None:
-        raise UnknownLayout(id, without)
-    return layout
+    raise UnknownLayout(id, _checked(without))
 
 
 def _checked(manifest: Manifest) -> Manifest:

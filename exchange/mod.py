@@ -156,12 +156,12 @@ class _ClientExchange:
         self.missing: dict[str, Names] = {}
         named = context.node_config.get("cache-path")
         root = Path(str(named)) if named else default_root()
-        layouts = Layouts(root)
+        self.layouts = Layouts(root)
         try:
-            self.manifest = Manifest.from_content(msg.content, layouts.find)
-            self.knows = layouts.keep(self.manifest.experiment, self.manifest.layout)
+            self.manifest = Manifest.from_content(msg.content, self.layouts.find)
+            self.stored = self.layouts.keep(self.manifest.experiment, self.manifest.layout)
         except UnknownLayout as error:
-            self.manifest, self.knows = error.manifest, False
+            self.manifest, self.stored = error.manifest, False
             self.missing[error.id] = ()
         self.plan = self.manifest.plan
         self.client = self.plan.client or own_name(context)
@@ -335,8 +335,8 @@ class _ClientExchange:
             carries=listed({tree: shapes_of(values, values) for tree, values in (parts or {}).items()}),
             missing={} if refused else self.missing,
             refused=refused,
-            notes=(*self.cache.notes, *filter(None, [self.personal.lost])),
-            layout=self.knows,
+            notes=(*self.layouts.notes, *self.cache.notes, *filter(None, [self.personal.lost])),
+            layout=self.stored,
             left_out=left_out,
             metrics=tuple(carried.metric_records),
             secret=secret,

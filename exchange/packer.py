@@ -231,7 +231,7 @@ class Packer:
             except EncodingError:
                 continue
             if part.id == base.id:  # what is left is too little for the encoding
-                return Packed(Parcel(part, keep=True, sent=()), None, rounded=True)
+                return Packed(Parcel(part, keep=True, sent=()), None, rounded=True, left_out=left_out)
             if part.id not in missing:
                 parcel = Parcel(part, keep=True, sent=own.names, wire=wire, base=base.id)
                 return Packed(parcel, data, rounded=True, left_out=left_out)

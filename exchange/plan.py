@@ -138,7 +138,9 @@ class Reply:
     exchange: str = ""
     """Id of the answered exchange."""
     holds: Names = ()
-    """Ids of the parts in the client's cache, and of the layout that it knows."""
+    """Ids of the parts in the client's cache."""
+    has_layout: bool = False
+    """Whether the client has stored the model's layout."""
     notes: Names = ()
     """Problems that did not prevent the reply, in the client's words."""
     squares: Mapping[Tree, Mapping[str, float]] = field(default_factory=dict)

@@ -65,7 +65,7 @@ class BadIntroduction(BadReply):
 
 
 class ClientRefuses(BadReply):
-    """An answer without a result. `client`: its own name; `reason`: in its words; `holds`: as `Reply.holds`."""
+    """An answer without a result. `client`: its own name; `reason`: in its words; `holds`: ids of its cached parts."""
 
     def __init__(self, client: str, reason: str, holds: Names = ()) -> None:
         super().__init__(reason)
@@ -78,9 +78,11 @@ class Missing:
     """The answer of a client that lacks entries, which must be sent to it in the same round."""
 
     entries: Mapping[str, Names]
-    """Part id → the missing entries. If it is empty, the client could not read the message, and lacks all of it."""
+    """Part id → the missing entries. Empty: it lacks the layout, and could not read the message."""
     holds: Names = ()
-    """As `Reply.holds`."""
+    """Ids of the parts that the client has cached."""
+    has_layout: bool = False
+    """Whether it has stored the model's layout."""
     notes: Names = ()
     """Why they are missing, in the client's words."""
 
@@ -90,7 +92,9 @@ class ClientRecord:
     """What the server knows of a client when it makes a message for it."""
 
     held: frozenset[str] = frozenset()
-    """Ids of the parts that the client has cached, and of the layout that it knows, as of its last answer."""
+    """Ids of the parts that the client has cached, as it reported in its last answer."""
+    has_layout: bool = False
+    """Whether it has stored the model's layout."""
     current: str = ""
     """Id of the exchange whose reply was merged last, and which so made the client's current personal state."""
     restorable: Names = ()
@@ -148,7 +152,7 @@ class Sender:
     ) -> None:
         if sorted(name for names in blocks.values() for name in names) != sorted(layout.names):
             raise ValueError("the blocks are not a partition of the model's entries")
-        self.layout = remembered(layout)
+        self.layout = remembered(experiment, layout)
         self.blocks = blocks
         self.experiment = experiment
         self.record = record
@@ -175,7 +179,7 @@ class Sender:
             outgoing: plan, values and settings.
             client: record of the plan's client.
             missing: `Missing.entries` of the answer to the same plan; only these entries are then sent. None or empty:
-                all that the client does not hold.
+                all that the client does not hold, as in the first message.
         """
         plan, missing = outgoing.plan, missing or None
         parcels: list[Parcel] = []
@@ -219,7 +223,7 @@ class Sender:
             upload=upload,
             nonce=os.urandom(8).hex(),
         )
-        content = RecordDict({RECORD: manifest.to_record(layout_known=self.layout.id in client.held)})
+        content = RecordDict({RECORD: manifest.to_record(layout_known=client.has_layout)})
         if arrays:
             record = ArrayRecord()
             for number, array in arrays.items():  # ArrayRecord(arrays) would make new Arrays, to be hashed again
@@ -306,12 +310,11 @@ class Sender:
         if introduces_itself and not header.client.strip():
             raise BadIntroduction("", "it introduces itself with an empty name: set `name` in its node config")
         client = visible(header.client, LONGEST_NAME) if introduces_itself else plan.client
-        holds = (self.layout.id, *header.holds) if header.layout else header.holds
         if header.missing:
             unread = self.layout.id in header.missing
-            return Missing({} if unread else header.missing, holds, notes_of(header.notes))
+            return Missing({} if unread else header.missing, header.holds, header.layout, notes_of(header.notes))
         if header.refused:
-            raise ClientRefuses(client, header.refused, holds)
+            raise ClientRefuses(client, header.refused, header.holds)
         return Reply(
             client=client,
             parts=parts,
@@ -320,7 +323,8 @@ class Sender:
             vectors=vectors,
             not_finite=not_finite,
             exchange=exchange.id,
-            holds=holds,
+            holds=header.holds,
+            has_layout=header.layout,
             notes=notes_of(header.notes),
             squares=squares,
             value_squares=value_squares,

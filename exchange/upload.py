@@ -1,4 +1,4 @@
-"""The arrays of a client's answer, as they are sent: encoded, with what earlier answers left out added first."""
+"""Encoding of the arrays of a client's answer, with error feedback."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def encoded(
         packed[tree] = pack(values, values, wire, written=written, random=random)
         if not (feeds or auto or (tree in plan.remembers and not wire.plain)):
             continue
-        found.append(LeftOut(scaled=wire.unbiased))
+        measured = LeftOut(scaled=wire.unbiased)
         for name, read in unpacked(packed[tree], shapes_of(values, values), wire):
             if not wire.encodes(name, read):
                 continue
@@ -58,10 +58,11 @@ def encoded(
                 if feeds:
                     left_out[f"{tree}/{name}"] = rest
                 if auto:
-                    found[-1].add(value, rest)
+                    measured.add(value, rest)
             if tree in plan.remembers:
                 add_difference(starts.get(name, np.zeros_like(read)), read)
                 values[name] = read
+        found.append(measured)
     if wire.feedback and parts:
         personal.save_left_out(left_out)
     share = share_left_out(found) if auto else None

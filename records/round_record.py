@@ -44,6 +44,7 @@ NOT_KEPT = f"its reason is not kept: the round has more than {MOST_REASONS}"
 
 _SCORES = ("accuracy", "loss")
 _LARGEST = 700.0  # the exponential of more than this overflows
+_OF_NORM = "share of squared norm"
 
 
 def _incidents(heading: str) -> Any:
@@ -99,15 +100,16 @@ class RoundRecord:
     bytes_fedavg_down: int | None = column()
     bytes_plain: int | None = column()
     """Of the same entries without an encoding, both ways: relative to FedAvg's, what the strategy alone saves."""
-    wire_left_out_down: float | None = column("left out, down", "share of squared norm", "{:.3f}".format, optional=True)
+    wire_left_out_down: float | None = column("norm left out, down", _OF_NORM, "{:.3f}".format, optional=True)
     """In `auto`: the share of the squared norm of what was encoded that is left out, in the mean over the messages with
-    differences; `wire_left_out_up` in the mean over the clients that were merged (see `RoundReport.mean_left_out`)."""
-    wire_left_out_up: float | None = column("left out, up", "share of squared norm", "{:.3f}".format, optional=True)
+    differences; `wire_left_out_up` in the mean over the clients whose replies were merged (see
+    `RoundReport.mean_left_out`)."""
+    wire_left_out_up: float | None = column("norm left out, up", _OF_NORM, "{:.3f}".format, optional=True)
     wire_budget: int | None = column("budget", "bytes", bytes_text, optional=True)
     """Of the round's training, both ways; half of it is for each direction. Of it `wire_budget_down` bytes were sent to
-    clients, and `wire_budget_up` by them."""
-    wire_budget_down: int | None = column("of it down", "bytes", bytes_text, optional=True)
-    wire_budget_up: int | None = column("of it up", "bytes", bytes_text, optional=True)
+    clients, and `wire_budget_up` bytes were sent by clients."""
+    wire_budget_down: int | None = column("budget used, down", "bytes", bytes_text, optional=True)
+    wire_budget_up: int | None = column("budget used, up", "bytes", bytes_text, optional=True)
     resent: int | None = column("sent again", "parts")
     seconds: float | None = column("time", text=seconds_text)
     seconds_train: float | None = column("of it training", text=seconds_text)
@@ -215,7 +217,7 @@ COLUMNS: Mapping[str, Column] = columns_of(RoundRecord)
 """Every column, by its name."""
 _OPTIONAL = {each.name for each in fields(RoundRecord) if each.metadata["optional"]}
 WIRE = ("wire_left_out_down", "wire_left_out_up", "wire_budget", "wire_budget_down", "wire_budget_up")
-"""Columns of runs in which a direction is in `auto`, or has a budget."""
+"""Columns of runs in which a direction uses `auto`."""
 _MEASURED = _OPTIONAL.difference(WIRE)
 """Those that the server measures when it scores the model."""
 COUNTED = ("refused", "lost", "late", "left_out")
@@ -255,8 +257,12 @@ def _of_result(report: RoundReport) -> dict[str, float | None]:
 
 def _of_wire(report: RoundReport) -> dict[str, Any]:
     """Return the columns of `WIRE`."""
-    budget = (report.wire_budget, report.down.in_budget, report.up.in_budget) if report.wire_budget else (None,) * 3
-    return dict(zip(WIRE, (*report.mean_left_out, *budget), strict=True))
+    down, up = report.mean_left_out
+    found: dict[str, Any] = {"wire_left_out_down": down, "wire_left_out_up": up}
+    if report.wire_budget:
+        sent = {"wire_budget_down": report.down.in_budget, "wire_budget_up": report.up.in_budget}
+        found.update({"wire_budget": report.wire_budget, **sent})
+    return found
 
 
 def _root(loss: float | None, task: Task) -> float | None:

@@ -181,19 +181,20 @@ def _encoded_per_round(trained: Lines) -> list[Figure]:
 def _left_out_per_round(trained: Lines) -> list[Figure]:
     """The figure of what encodings in `auto` leave out; none for a run without one."""
     plot = empty_plot("round", "left out, share of the squared norm", rounds=len(trained))
-    drawn = False
-    for label, key, role in (("down", "wire_left_out_down", "down"), ("up", "wire_left_out_up", "up")):
-        known = [(line.round, share) for line in trained if (share := line.value(key)) is not None]
-        if known:
+    for way in ("down", "up"):
+        key = f"wire_left_out_{way}"
+        if known := [(line.round, share) for line in trained if (share := line.value(key)) is not None]:
             rounds, shares = zip(*known, strict=True)
-            add_curve(plot, rounds, shares, name=label, role=role, hover="round %{x}: %{y:.3~%}")
-            drawn = True
+            add_curve(plot, rounds, shares, name=way, role=way, hover="round %{x}: %{y:.3~%}")
+    if not plot.data:
+        return []
     plot.update_yaxes(tickformat=".3~%", rangemode="tozero")
     caption = (
-        "Share of the squared norm of the encoded changes that a message leaves out, as measured: down, the mean over "
-        "the messages with changes; up, over the clients that were merged. With feedback it is sent later."
+        "Share of the squared norm of the encoded changes that is left out, by round. Down: mean over messages with "
+        "changes. Up: mean over clients whose replies were merged. With error feedback it is sent in later rounds; in "
+        "uploads that are scaled up it is not."
     )
-    return [Figure("left-out-rounds", "Share of the changes that the encoding leaves out", caption, plot)] * drawn
+    return [Figure("left-out-rounds", "Share of the changes that the encoding leaves out", caption, plot)]
 
 
 def _budget_per_round(trained: Lines) -> list[Figure]:
@@ -206,9 +207,9 @@ def _budget_per_round(trained: Lines) -> list[Figure]:
     divisor, unit = unit_of(max(*both, *(line.wire_budget or 0 for line in lines)))
     plot = empty_plot("round", f"payload ({unit})", rounds=len(trained))
     hover = f"round %{{x}}: %{{y:.4~g}} {unit}"
-    for label, key, role in (("down", "wire_budget_down", "down"), ("up", "wire_budget_up", "up")):
-        bars = [scaled(line.value(key), divisor) for line in lines]
-        plot.add_bar(x=rounds, y=bars, name=label, meta={"role": role}, hovertemplate=hover)
+    for way in ("down", "up"):
+        bars = [scaled(line.value(f"wire_budget_{way}"), divisor) for line in lines]
+        plot.add_bar(x=rounds, y=bars, name=way, meta={"role": way}, hovertemplate=hover)
     budget = [scaled(line.wire_budget, divisor) for line in lines]
     add_curve(
         plot, rounds, budget, name="budget", role="fedavg", hover=hover,
@@ -217,8 +218,8 @@ def _budget_per_round(trained: Lines) -> list[Figure]:
     plot.update_layout(barmode="stack")
     plot.update_yaxes(rangemode="tozero")
     caption = (
-        "Payload bytes of a round's training that count in its budget (dashed): changes to clients, and their uploads. "
-        "A client's first message, what is sent again, and a model that is only scored are not in it."
+        "Payload bytes that count in the round's budget (dashed): changes sent to clients, and uploads. Whole parts "
+        "for new clients, resends, and models that are sent only to be scored do not count."
     )
     return [Figure("budget-rounds", "Bytes of the budget", caption, plot)]
 

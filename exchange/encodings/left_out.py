@@ -1,4 +1,4 @@
-"""How much of what was encoded did not arrive: its share of the squared norm, measured."""
+"""The measured share of the squared norm that an encoding leaves out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LeftOut:
     """Sums over arrays that were encoded together.
 
     `scaled`: what is sent is scaled up for what is left out (`Wire.unbiased`). What is left out is then the distance
-    to the multiple of it that is nearest, ‖v‖² − ⟨v, c⟩² / ‖c‖²: without the scale nearly ‖v − c‖².
+    to the multiple of it that is nearest, ‖v‖² − ⟨v, c⟩² / ‖c‖². If nothing is scaled, this is nearly ‖v − c‖².
     """
 
     def __init__(self, *, scaled: bool = False) -> None:
@@ -44,7 +44,10 @@ class LeftOut:
 
 
 def share_left_out(of: Iterable[LeftOut]) -> float | None:
-    """The share of the squared norm of all arrays together that is left out, 0 to 1; None if all of them are 0."""
+    """The share of the squared norm of all arrays together that is left out, 0 to 1.
+
+    None if all are 0, or if a norm overflows.
+    """
     found = [*of]
     rest, whole = math.fsum(one.rest for one in found), math.fsum(one.whole for one in found)
     return min(max(rest / whole, 0.0), 1.0) if whole > 0 and math.isfinite(whole + rest) else None

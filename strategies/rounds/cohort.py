@@ -293,6 +293,7 @@ class Cohorts:
         for node_id, name in names.items():
             reply = introduced[node_id]
             self._ledger.cached(name, reply.holds if reply.client == name else ())
+            self._ledger.stored_layout(name, reply.has_layout)
             self._ledger.introduced(name, reply.metrics)
             if counts := reply.vectors.get(LABEL_COUNTS):
                 if self._classes not in (None, len(counts)):

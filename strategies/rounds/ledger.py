@@ -10,7 +10,7 @@ from logging import getLogger
 from typing import Any
 
 from tepal.exchange.bounds import MOST_PARTS
-from tepal.exchange.layout import LAYOUT_ID, Names
+from tepal.exchange.layout import Names
 from tepal.exchange.parts import DIGEST_BYTES
 from tepal.exchange.sender import ClientRecord
 
@@ -21,7 +21,7 @@ FAILURES = 3
 LEFT_OUT = 5
 """The number of rounds for which it is left out. If it fails again after them, it is left out again at once."""
 
-_ID = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}|{LAYOUT_ID.pattern}")
+_PART_ID = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
 
 class ClientLedger:
@@ -37,6 +37,7 @@ class ClientLedger:
     def __init__(self, keep: int = 0) -> None:
         self._keep = keep
         self._held: dict[str, frozenset[str]] = {}
+        self._has_layout: dict[str, bool] = {}  # not in checkpoints: a resumed run sends the layout again
         self._current: dict[str, str] = {}
         self._restorable: list[Mapping[str, str]] = []  # `_current` at each checkpoint, the oldest first
         self._failures: dict[str, int] = {}  # client → exchanges in a row without a good reply
@@ -54,19 +55,27 @@ class ClientLedger:
         """What the sender must know of a client to make a message for it."""
         return ClientRecord(
             held=self._held.get(client, frozenset()),
+            has_layout=self._has_layout.get(client, False),
             current=self._current.get(client, ""),
             restorable=tuple(sorted({then[client] for then in self._restorable if client in then})),
         )
 
     def cached(self, client: str, parts: Iterable[str]) -> None:
-        """Enter a client's report of what is in its cache: these parts and layouts, by their ids, and no others.
+        """Enter a client's report of what is in its cache: these parts, by their ids, and no others.
 
-        Text that is no id is left out, and so is what exceeds `MOST_PARTS`: such parts are sent again.
+        Text that is no part's id is left out, and so is what exceeds `MOST_PARTS`: such parts are sent again.
         """
-        self._held[client] = frozenset(islice(filter(_ID.fullmatch, parts), MOST_PARTS))
+        self._held[client] = frozenset(islice(filter(_PART_ID.fullmatch, parts), MOST_PARTS))
+
+    def stored_layout(self, client: str, stored: bool) -> None:
+        """Enter whether a client has stored the model's layout. One that once had not is sent it from then on.
+
+        Else a client whose cache does not last from one message to the next would be sent each message twice.
+        """
+        self._has_layout[client] = stored and self._has_layout.get(client, True)
 
     def held(self) -> Mapping[str, int]:
-        """Id of a part or layout → the number of clients that have it."""
+        """Id of a part → the number of clients that have cached it."""
         return Counter(chain.from_iterable(self._held.values()))
 
     def introduced(self, client: str, figures: Mapping[str, float]) -> None:
@@ -125,13 +134,9 @@ class ClientLedger:
         self._restorable = [*self._restorable, dict(self._current)][-self._keep :] if self._keep else []
 
     def to_facts(self) -> dict[str, Any]:
-        """`held`, `current` and `standing`, as a checkpoint has them: `held` without layouts, which are sent again."""
+        """`held`, `current` and `standing`, as a checkpoint has them."""
         return {
-            "held": {
-                client: parts
-                for client, held in sorted(self._held.items())
-                if (parts := tuple(sorted(each for each in held if not LAYOUT_ID.fullmatch(each))))
-            },
+            "held": {client: tuple(sorted(parts)) for client, parts in sorted(self._held.items()) if parts},
             "current": dict(self._current),
             "standing": {
                 "failures": dict(self._failures),

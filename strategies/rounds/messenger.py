@@ -245,7 +245,11 @@ class Messenger:
         if isinstance(answer, Reply):
             yield Answered(outgoing, answer, time.monotonic() - asked.begun)
             return
-        log.info("%s lacks entries in round %d; they are sent again.", outgoing.name, number)
+        if answer.entries:
+            log.info("%s lacks entries in round %d; they are sent again.", outgoing.name, number)
+        else:
+            text = "%s lacks the model's layout in round %d; the message is sent again with it."
+            log.info(text, outgoing.name, number)
         resends = asked.resends + 1
         full = resends == RESENDS  # its cache is full: parts may be evicted before the rest arrives
         if full:
@@ -267,6 +271,7 @@ class Messenger:
             raise BadReply(f"it cannot be read ({type(error).__name__}: {error})") from error
         if plan.client:
             self.ledger.cached(plan.client, answer.holds)
+            self.ledger.stored_layout(plan.client, answer.has_layout)
         if isinstance(answer, Reply):
             if plan.action == INTRODUCE:
                 self._check_introduction(answer)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 from flwr.app import MetricRecord
@@ -252,7 +252,7 @@ class RoundReport:
         not depend on which client answered first.
         """
         up = [self.left_out_up[client] for client in self.replied if client in self.left_out_up]
-        return _mean(self.left_out_down), _mean(up)
+        return fmean(self.left_out_down) if self.left_out_down else None, fmean(up) if up else None
 
     def refuse(self, client: str, reason: str) -> None:
         """Enter that a reply which had arrived is not merged."""
@@ -319,10 +319,10 @@ class RoundReport:
         """What `auto` left out, and how much of the budget was sent; [] without `auto`."""
         shares = zip(self.mean_left_out, ("down", "up"), strict=True)
         left_out = [f"{share:.0%} {way}".replace("%", " %") for share, way in shares if share is not None]
-        found = [f"left out {' and '.join(left_out)}"] if left_out else []
+        found = [f"auto left out {' and '.join(left_out)}"] if left_out else []
         if self.wire_budget:
             used = (self.down.in_budget + self.up.in_budget) / self.wire_budget
-            found.append(f"{100 * used:.0f} % of the budget")
+            found.append(f"used {100 * used:.0f} % of the budget")
         return found
 
     def _scores(self) -> list[str]:
@@ -334,10 +334,6 @@ class RoundReport:
         plain = [name for name in (*known, *others) if _PLAIN.fullmatch(name)][:MOST_FIGURES]
         shown = [f"{name} {_short(every[name])}" for name in sorted(plain)]
         return shown if len(plain) == len(found) else [*shown, f"{len(found) - len(plain)} more metrics"]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def _short(value: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -106,10 +106,13 @@ def _name(compared: Compared) -> str:
 def runs_csv(results: Results) -> str:
     """One line per run, in the order in which they are run; unknown values are empty."""
     found = {result.name: (result, group) for group in results.sections for result in group.variants}
-    return _csv(_run_row(each, *found[each.run.compared], results) for each in results.runs)
+    wire = _wire_keys(results)
+    return _csv(_run_row(each, *found[each.run.compared], results, wire) for each in results.runs)
 
 
-def _run_row(each: Measured, result: Result, group: Group, results: Results) -> dict[str, Any]:
+def _run_row(
+    each: Measured, result: Result, group: Group, results: Results, wire: Sequence[str]
+) -> dict[str, Any]:
     target, own_tests = aim(group.target, each)
     return {
         **_names(result, group),
@@ -120,7 +123,7 @@ def _run_row(each: Measured, result: Result, group: Group, results: Results) -> 
         "rounds": each.summary.get("rounds"),
         **each.figures(target, own_tests),
         **{key: each.doubt[key] for key in _doubt_keys(results)},
-        **{key: _mean(line.value(key) for line in each.metrics) for key in _wire_keys(results)},
+        **{key: _mean(line.value(key) for line in each.metrics) for key in wire},
         f"target_{results.by.key}": target,
         "target_data": group.target and group.target.of_data,
     }

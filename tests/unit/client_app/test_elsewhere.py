@@ -4,6 +4,7 @@ import pickle
 import shutil
 import threading
 import time
+from collections import OrderedDict
 from functools import partial
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_a_client_that_goes_on_elsewhere_has_its_personal_state_and_is_sent_what
 def test_a_layout_that_a_machine_has_not_read_goes_with_the_client(tmp_path, monkeypatch, app):
     """All clients introduce themselves on the first machine that is ready. Nothing is sent twice for it."""
     monkeypatch.setenv("TEPAL_CACHE", str(tmp_path / "here"))
-    memories = [dict(), dict()]
+    memories = [OrderedDict(), OrderedDict()]
     lacking = []
 
     def ask(client, asked):

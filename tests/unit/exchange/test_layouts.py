@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from collections import OrderedDict
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,21 +30,21 @@ OTHER = Layout.of_arrays({"w": np.zeros((2, 3), np.float32)})
 @pytest.fixture
 def forget(monkeypatch):
     """Let this process forget the layouts that it has read, as a new one would begin."""
-    monkeypatch.setattr(layouts, "_read", {})
+    monkeypatch.setattr(layouts, "_read", OrderedDict())
     return layouts._read.clear
 
 
 def test_a_stored_layout_is_found_by_another_process(tmp_path, forget):
     of = Layouts(tmp_path)
     assert of.find("e", OTHER.id) is None
-    assert of.keep("e", OTHER) and of.keep("e", OTHER) and of.keep("e", fused_layout())
-    assert len(list((tmp_path / "e").glob("*.json"))) == 2
     for layout in (OTHER, fused_layout()):
+        assert of.keep("e", layout) and of.keep("e", layout)
         forget()
         assert Layouts(tmp_path).find("e", layout.id) == layout
-        assert Layouts(tmp_path).find("another", layout.id) is layouts.in_memory(layout.id)
-        forget()
+        assert Layouts(tmp_path).find("e", layout.id) is layouts.in_memory("e", layout.id)
         assert Layouts(tmp_path).find("another", layout.id) is None
+        (file,) = (tmp_path / "e").iterdir()
+        assert file.name == f"layout-{layout.id}.json", "an experiment has one"
 
 
 def test_an_id_tells_every_difference():
@@ -59,6 +61,10 @@ def test_an_id_tells_every_difference():
     assert len({base.id, *(other.id for other in others)}) == 6
 
 
+def no_permission(*_, **__):
+    raise PermissionError(13, "Permission denied")
+
+
 DAMAGED = [b"", b"{", b"[]", b'{"raw": 1}', b"[" * 100_000, json.dumps(OTHER.to_json()).encode()]
 
 
@@ -69,9 +75,26 @@ def test_a_damaged_layout_is_not_known(tmp_path, forget, content):
     (file,) = (tmp_path / "e").iterdir()
     file.write_bytes(content)
     assert of.find("e", wanted.id) is None
+    (note,) = of.notes
+    assert "is damaged and will be sent again" in note and str(file) in note
     assert of.keep("e", wanted), "it is sent again, and stored"
     forget()
-    assert of.find("e", wanted.id) == wanted
+    assert Layouts(tmp_path).find("e", wanted.id) == wanted
+
+
+def test_a_damaged_layout_that_cannot_be_removed_is_replaced_or_not_stored(tmp_path, forget, monkeypatch):
+    wanted = fused_layout()
+    Layouts(tmp_path).keep("e", wanted)
+    (file,) = (tmp_path / "e").iterdir()
+    file.write_bytes(b"damaged")
+    monkeypatch.setattr(Path, "unlink", no_permission)
+    of = Layouts(tmp_path)
+    assert of.find("e", wanted.id) is None and file.read_bytes() == b"damaged"
+    with monkeypatch.context() as full:
+        full.setattr(layouts, "replacing", no_permission)
+        assert not of.keep("e", wanted), "what is there is not what was sent"
+    monkeypatch.undo()
+    assert of.keep("e", wanted) and Layouts(tmp_path).find("e", wanted.id) == wanted
 
 
 def test_a_layout_that_cannot_be_stored_is_not_kept(tmp_path):
@@ -81,6 +104,9 @@ def test_a_layout_that_cannot_be_stored_is_not_kept(tmp_path):
 
 def test_what_is_forgotten_of_an_experiment_are_its_layouts_too(tmp_path):
     Layouts(tmp_path).keep("e", OTHER)
+    with pytest.MonkeyPatch.context() as readonly:
+        readonly.setattr(Path, "unlink", no_permission)
+        forget_parts(tmp_path / "e")
     forget_parts(tmp_path / "e")
     assert not (tmp_path / "e").exists()
 
@@ -88,10 +114,10 @@ def test_what_is_forgotten_of_an_experiment_are_its_layouts_too(tmp_path):
 def test_few_layouts_stay_in_memory(forget):
     made = [Layout.of_arrays({"w": np.zeros(size, np.float32)}) for size in range(20)]
     for layout in made:
-        assert remembered(layout) is layout
-        remembered(made[0])
-    known = [layout for layout in made if layouts.in_memory(layout.id)]
-    assert known == [made[0], *made[13:]]
+        assert remembered("e", layout) is layout
+        assert layouts.in_memory("e", made[0].id) is made[0]
+    known = [layout for layout in made if layouts.in_memory("e", layout.id)]
+    assert known == [made[0], *made[13:]], "those that were used last"
 
 
 def trained(strategy, nodes, befall=lambda number: None, rounds=5):
@@ -144,8 +170,24 @@ def test_a_client_that_has_lost_the_layout_is_sent_it_in_the_same_round(tmp_path
         np.testing.assert_array_equal(values[name], value)
     assert [report.resent for report in reports] == [0, 0, 1, 0, 0]
     assert not any(report.refused or report.lost for report in reports)
-    assert sorted(of for of in messages if not of[2]) == [(3, "client-0", False)], "the introduction had it"
+    listed = sorted(of[:2] for of in messages if not of[2])
+    assert listed == [(number, "client-0") for number in (3, 4, 5)], "before, the introduction had it"
     assert len(messages) == 5 * 2 + 1
+
+
+def test_a_client_that_loses_the_layout_again_and_again_is_sent_one_message_twice(tmp_path, forget):
+    """As one whose folder does not outlast a message."""
+    here = tmp_path / "here"
+
+    def lose(number):
+        forget()
+        shutil.rmtree(here)
+
+    _, reports, messages = trained(FedAvg(), settings(here, tmp_path / "there"), lose)
+    assert [report.resent for report in reports] == [0, 1, 0, 0, 0]
+    named = {client: [by_id for number, of, by_id in sorted(messages) if of == client] for _, client, _ in messages}
+    assert named["client-0"] == [True, False, True, False, False, False], "named, and lost; then in each message"
+    assert named["client-1"] == [True] * 5
 
 
 def test_a_client_that_cannot_store_it_is_sent_the_layout_in_each_message(tmp_path):

@@ -394,12 +394,12 @@ def test_what_auto_left_out_and_the_budget_are_drawn_beside_the_bytes(tmp_path):
     assert {name: trace(drawn, name)["y"] for name in ("down", "up", "budget")} == {
         "down": [0, 0], "up": [3, 3], "budget": [9, 9],
     }  # fmt: skip
-    assert all(heading in page.text for heading in ("left out, down", "left out, up", "budget (bytes)"))
+    assert all(heading in page.text for heading in ("norm left out, down", "norm left out, up", "budget (bytes)"))
 
 
 def test_without_auto_there_is_neither_figure_nor_column_of_it(tmp_path):
     page = report(tmp_path, [metrics_line(1)])
-    assert not {"left-out-rounds", "budget-rounds"} & page.figures.keys() and "left out, down" not in page.text
+    assert not {"left-out-rounds", "budget-rounds"} & page.figures.keys() and "norm left out" not in page.text
 
 
 def test_without_fedavgs_bytes_there_is_no_comparison(tmp_path):
