@@ -2,12 +2,12 @@
 
     connection  connects to a cluster, and says what is on it
     actors      those that have no job at the moment
-    ahead       places that are made ready before there are runs
+    ahead       places that are prepared before the first runs
     job         one job of the command: sent to a machine, its files mirrored, sent to another if the machine is lost
     inputs      files that jobs read, by digest: code, apps, data sets
     machine     the Ray actor of a job on its machine: keeps files, starts the job's process, reads what it writes
     process     the job's process, which does several jobs in turn
-    there       what that process does: a run, or the clients of one
+    there       the functions that this process calls: a run, or the clients of one
     engine      the engine whose runs are such jobs
 
 Nothing is assumed on a shared disk. The command asks its actors at intervals what has changed; it can ask the same

@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock, Timer
-from typing import Any
+from typing import Any, NamedTuple
 
 _IDLE = 10.0  # seconds after which an actor that has no job is ended, so that others can have its cores
+_CHECKING = 60.0  # the same of one that was made ahead of its job: the command still checks its settings
 _ANSWER = 5.0  # seconds until an actor without a job must answer
 _ENDING = 10.0  # seconds until an actor has ended its job's process
+
+
+class _Idle(NamedTuple):
+    actor: Any
+    timer: Timer
+    """Ends it."""
+    ahead: bool
+    """It was made ahead of its job."""
 
 
 class Actors:
     """Actors whose jobs have ended well, and their processes, which wait for another job."""
 
     def __init__(self) -> None:
-        self._idle, self._timers = list[tuple[Any, Timer | None]](), list[Timer]()  # no timer: made ahead of its job
+        self._idle, self._timers = list[_Idle](), list[Timer]()
         self._waiting, self._closed, self._changing = 0, False, Lock()
 
     def take(self) -> Any:
@@ -33,7 +42,7 @@ class Actors:
     def give(self, actor: Any, *, ahead: bool = False) -> bool:
         """Keep one for the next job, for a short time. False if it cannot do one, or a new actor waits for cores.
 
-        `ahead`: its own job comes later, so it is kept until then, also while a new actor waits.
+        `ahead`: the job that will use it has not begun. It is kept for longer, and also while a new actor waits.
         """
         import ray
 
@@ -44,27 +53,24 @@ class Actors:
         with self._changing:
             if not able or self._closed or (self._waiting and not ahead):
                 return False
-            if ahead:
-                self._idle.append((actor, None))
-                return True
-            timer = Timer(_IDLE, self._release, [actor])
+            timer = Timer(_CHECKING if ahead else _IDLE, self._release, [actor])
             timer.daemon = True
-            self._idle.append((actor, timer))
+            self._idle.append(_Idle(actor, timer, ahead))
             self._timers = [timer, *(each for each in self._timers if each.is_alive())]
             timer.start()
         return True
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block in which a new actor waits for cores: none are kept by those that have no job."""
+        """A block in which a new actor waits for cores: none are kept by those that have no job, and had one."""
         with self._changing:
             self._waiting += 1
-            idle = [(actor, timer) for actor, timer in self._idle if timer is not None]
-            self._idle = [pair for pair in self._idle if pair[1] is None]
+            over = [idle for idle in self._idle if not idle.ahead]
+            self._idle = [idle for idle in self._idle if idle.ahead]
         try:
-            for actor, timer in idle:
-                timer.cancel()
-                end(actor)
+            for idle in over:
+                idle.timer.cancel()
+                end(idle.actor)
             yield
         finally:
             with self._changing:
@@ -80,25 +86,26 @@ class Actors:
             import ray
 
             with suppress(Exception):
-                ray.wait([actor.stop.remote() for actor, _ in idle], num_returns=len(idle), timeout=_ENDING)
-            for actor, _ in idle:
+                ray.wait([each.actor.stop.remote() for each in idle], num_returns=len(idle), timeout=_ENDING)
+            for each in idle:
                 with suppress(Exception):
-                    ray.kill(actor)
+                    ray.kill(each.actor)
         for timer in self._timers:  # one may just be ending its actor
             timer.join(2 * _ENDING)
 
     def _taken(self) -> Any:
         with self._changing:
-            actor, timer = self._idle.pop() if self._idle else (None, None)
-        if timer is not None:
-            timer.cancel()
-        return actor
+            idle = self._idle.pop() if self._idle else None
+        if idle is None:
+            return None
+        idle.timer.cancel()
+        return idle.actor
 
     def _release(self, actor: Any) -> None:
         """End one that has had no job for too long."""
         with self._changing:
             before = len(self._idle)
-            self._idle = [pair for pair in self._idle if pair[0] is not actor]
+            self._idle = [idle for idle in self._idle if idle.actor is not actor]
             if len(self._idle) == before:
                 return
         end(actor)

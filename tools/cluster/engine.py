@@ -68,7 +68,7 @@ class ClusterEngine(Runner):
         self._ahead.join()
 
     def start_ahead(self, runs: int = 1) -> None:
-        """Begin to make places ready for the first runs. `run` raises what fails."""
+        """Start preparing places for the first runs. If machines fail, the run that waits for the place raises it."""
         self._ahead.start(min(runs, self.at_once))
 
     def stop(self) -> None:

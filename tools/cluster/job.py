@@ -85,7 +85,7 @@ class Job:
         answers: folder of files that are fed → folder of what it makes, where a file of the same name is the answer.
         pause: least seconds between two questions on what has changed, while no answer is awaited.
         renewed: whether the process can do another job afterwards: what this one leaves in its memory does no harm.
-        ahead: whether it only makes its place ready for the next job, for which the actor is kept.
+        ahead: whether it only prepares its place: its actor is kept for the next job.
         sent: place, name and content of a file → the content that is sent.
         returned: the same of what comes back; the name is "" for a line that was printed.
     """
@@ -141,7 +141,7 @@ class _Attempt:
 
     def result(self) -> Any:
         actors, ended_well = self._cluster.actors, False
-        known = actors.take()
+        known = None if self._job.ahead else actors.take()  # those that are there were made ahead for others
         self._actor = known or self._new_actor()
         try:
             with nullcontext() if known else actors.waiting():

@@ -63,7 +63,7 @@ class SpreadEngine(Runner):
         self._ahead.join()
 
     def start_ahead(self, runs: int = 1) -> None:
-        """Begin with the server's process, and to make places ready for clients. `run` raises what fails there."""
+        """Start the server's process, and prepare places for clients. If machines fail, a note of the place says so."""
         self._ahead.start(self._count)
         self._server.start_ahead(runs)
 
