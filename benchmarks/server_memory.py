@@ -1,12 +1,12 @@
 """Peak anonymous memory of the ServerApp, by the number of clients, compared with Flower's FedAvg and the model's size.
 
-    python benchmarks/server_memory.py [--megabytes 350] [--clients 2,10,50] [--ways flower,tepal] [--quick] [--json F]
+    python benchmarks/server_memory.py [--megabytes 350] [--clients 2,10,50] [--ways flower,tepal,auto] [--quick]
 
-A real SuperLink and ServerApp, and stub nodes: threads of this process that talk to the Fleet API as SuperNodes do, and
-answer every message with the same arrays. Anonymous memory (`RssAnon`, in bytes) is memory that the system cannot
-reclaim; it does not include files on disk. Its maximum over the run is shown, also for the SuperLink, and the memory of
-the ServerApp before the model is loaded. Flower's FedAvg has all replies of a round in memory: choose --clients and
---megabytes accordingly.
+A real SuperLink and ServerApp, and stub nodes: threads of this process that talk to the Fleet API as SuperNodes do,
+and answer every message with the same values, with the way `auto` encoded as the message asks. Anonymous memory
+(`RssAnon`, in bytes) is memory that the system cannot reclaim; it does not include files on disk. Its maximum over
+the run is shown, also for the SuperLink, and the memory of the ServerApp before the model is loaded. Flower's FedAvg
+has all replies of a round in memory: choose --clients and --megabytes accordingly.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ WAYS = {
 
 
 class Stub:
-    """Answers every message with the same arrays.
+    """Answers every message with the same values.
 
     Args:
-        arrays: of an answer that is not encoded.
-        changes: the values of one that is; None: none is.
+        arrays: the reply's arrays, if replies are not encoded.
+        changes: values that are encoded as each message asks; None: replies are not encoded.
     """
 
     def __init__(self, arrays: ArrayRecord, changes: dict[str, np.ndarray] | None = None) -> None:
@@ -132,7 +132,7 @@ class Stub:
             action=manifest.plan.action,
             answers=str(settings["manifest"]["id"]),
             carries=listed(carried),
-            holds=tuple(parcel.part.id for parcel in manifest.parcels if parcel.keep),
+            holds=tuple(parcel.part.id for parcel in manifest.parcels if parcel.keep and self._changes),
             metrics=("metrics",),
         )
         content[RECORD] = header.with_checksum(content).to_record()
@@ -158,7 +158,7 @@ def measure(way: str, clients: int, megabytes: float, rounds: int) -> dict[str, 
         entries, changes = model(megabytes), None
         if way == "flower":
             arrays = ArrayRecord({name: Array(array) for name, array in entries.items()})
-        elif way == "auto":  # with a mean of 0, as changes have it
+        elif way == "auto":  # with mean 0, as model updates have
             arrays, changes = ArrayRecord(), {name: array - np.float32(0.5) for name, array in entries.items()}
         else:
             arrays = ArrayRecord({"packed": pack(entries, entries)})

@@ -1,5 +1,5 @@
-"""FedAvg of Flower or Tepal with a large model. Reports the memory of the process before the model is loaded, in bytes,
-and of Tepal the bytes down and up of each round.
+"""FedAvg of Flower or Tepal with a large model. Writes the process's memory before the model is loaded (bytes), and for
+Tepal the bytes down and up of each round.
 """
 
 import json
