@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
@@ -262,11 +264,20 @@ def test_variants_are_compared_without_a_network_and_go_on_after_they_were_kille
         assert ours == theirs
 
 
+ASKED_OF_THE_TOUR = {
+    "FedAvg", "selective-1", "selective-1-int8", "FedAvg-two-classes", "FedACS", "one-model", "three-models",
+}  # fmt: skip
+
+
 @pytest.mark.simulation
 @pytest.mark.long
 def test_the_tour_shows_what_each_method_is_for(tepal, tmp_path):
-    """`make run` with nothing changed; less is asked of it than what it shows on the machine of the docs."""
-    done = tepal("compare", ".", "--variants", "conf/tour.toml", "-c", f'runs="{tmp_path / "runs"}"')
+    """`make run` without the variants of which nothing is asked here; and less is asked than the docs show."""
+    tour = tomllib.loads((ROOT / "conf/tour.toml").read_text())
+    for section in tour["section"]:
+        section["variant"] = [each for each in section["variant"] if each["name"] in ASKED_OF_THE_TOUR]
+    (tmp_path / "tour.toml").write_text(tomli_w.dumps(tour))
+    done = tepal("compare", ".", "--variants", str(tmp_path / "tour.toml"), "-c", f'runs="{tmp_path / "runs"}"')
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "runs").glob("*-compare")
     found = {row["variant"]: row for row in rows_of(folder / "comparison.csv")}

@@ -22,7 +22,7 @@ from tests.packages import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
-ROUNDS = 30  # some seconds of a run on a free machine: enough to kill its node in the middle
+ROUNDS = 20  # some seconds of a run on a free machine: enough to kill its node in the middle
 SHORT = 'pretrained="tiny-vit-digits" local-epochs=1 deterministic=true'
 COMPARE = ("compare", ".", "--strategies", "fedacs,fedfrozen", "--seeds", "1,2", "--clients", "3", "--target", "0.9")
 SEARCH = """
@@ -347,13 +347,13 @@ def test_an_experiment_on_a_cluster_has_the_tables_of_one_here(cluster, tmp_path
     ended(tmp_path, *command, str(tmp_path / "here"))
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     cells = sorted((tmp_path / "there" / "fedfrozen-costs" / "cells").iterdir())
-    for cell in cells[::8]:  # each takes longer to start than to compute
+    for cell in cells[::12]:  # each takes longer to start than to compute
         cell.unlink()
     for table in (tmp_path / "there").glob("*/*.csv"):
         table.unlink()
     shown = ended(tmp_path, *command, str(tmp_path / "there"), ray=cluster.address)
     for cell in cells:
-        assert (f" {cell.stem}: " in shown) == (cell in cells[::8])
+        assert (f" {cell.stem}: " in shown) == (cell in cells[::12])
     here, there = (
         {table.name: table.read_bytes() for table in (tmp_path / name).glob("*/*.csv")} for name in ("here", "there")
     )

@@ -352,6 +352,27 @@ def test_a_lost_reply_leaves_client_and_server_with_the_same():
         np.testing.assert_array_equal(seen[0, number, "train"]["w"], seen[1, number, "train"]["w"])
 
 
+@pytest.mark.parametrize("dtype", ["int4", "ternary", "rank2", "auto"])
+def test_a_client_catches_up_after_a_lost_reply_and_a_lost_cache(cache_folder, dtype):
+    seen = {}
+
+    def spoil(node, message, reply):
+        if node.config["partition-id"] == 0 and message.metadata.group_id == "3":
+            return None
+        if node.config["partition-id"] == 0 and message.metadata.group_id == "5":
+            shutil.rmtree(next(cache_folder.glob("*/clients/client-0")))
+        return reply
+
+    strategy = FedAvg(encoding=Encoding(dtype, dtype), fraction_evaluate=0)
+    grid = Grid([Node(moving_app(seen), {"partition-id": k}) for k in (0, 1)], spoil=spoil)
+    _, history = rounds_of(strategy, grid, 8, timeout=1)
+    assert [len(report.replied) for report in history] == [2, 2, 1, 2, 2, 2, 2, 2]
+    assert [report.resent for report in history] == [0, 0, 0, 1, 0, 1, 0, 0], "from older values, and the whole"
+    apart = [np.abs(seen[0, number, "train"]["w"] - seen[1, number, "train"]["w"]).max() for number in range(1, 9)]
+    assert apart[:5] == [0] * 5
+    assert 0 < apart[7] < apart[5], "the whole is rounded, and the difference is sent in the rounds that follow"
+
+
 @pytest.mark.parametrize("name", ["é" * 50, "病院" * 60])
 def test_a_client_may_have_a_long_name_that_is_not_ascii(name):
     strategy = FedAvg(encoding=Encoding("sign", "sign"), fraction_evaluate=0)
