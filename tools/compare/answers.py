@@ -31,7 +31,6 @@ class Paired:
         pairs: The seeds of which both have the figure.
         seeds: All seeds of the comparison.
         ratio: Whether it is a factor, for which 1 is no difference.
-        complete: Whether a pair of every seed is needed to decide.
     """
 
     mean: float
@@ -39,14 +38,16 @@ class Paired:
     pairs: int
     seeds: int
     ratio: bool = False
-    complete: bool = False
 
     @property
     def undecided(self) -> bool:
-        """Whether several seeds do not show which of the two is better. Never of one seed, which shows no spread."""
+        """Whether several seeds do not show which of the two is better. Never of one seed, which shows no spread.
+
+        A seed without the figure leaves it undecided: what is missing is not missing by chance.
+        """
         if self.seeds == 1:
             return False
-        if self.interval is None or (self.complete and self.pairs < self.seeds):
+        if self.interval is None or self.pairs < self.seeds:
             return True
         low, high = self.interval
         return low <= (1 if self.ratio else 0) <= high
@@ -104,7 +105,7 @@ def paired(
     interval = _interval(over)
     if ratio:
         ends = interval and (_exp(interval[0]), _exp(interval[1]))
-        return Paired(_exp(over.mean), ends, over.runs, seeds, ratio=True, complete=True)
+        return Paired(_exp(over.mean), ends, over.runs, seeds, ratio=True)
     return Paired(over.mean, interval, over.runs, seeds)
 
 

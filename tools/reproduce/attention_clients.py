@@ -37,7 +37,7 @@ CLIENTS, EXAMPLES, TOKENS, WIDTH, SIZE, NOISE = 10, 40, 16, 64, 32, 0.01
 SHARPNESS = 4.0
 """Factor of the teacher's W_Q and W_K."""
 FAR = 1e6
-"""A seed with a larger weight at a client has diverged: it keeps its last weights, and the other seeds continue."""
+"""A matrix with a larger weight after a client's training is returned as it was received, for this seed alone."""
 
 
 # --- the problem ----------------------------------------------------------------------------------------------------

@@ -289,7 +289,7 @@ def profiles(found: Sequence[Values]) -> Reproduction:
                 first, lowest, last = _written([medians[0], medians[least], medians[-1]])
                 diverged = sum(loss is None or not loss < DIVERGED for loss in of["runs"]["1"]["loss"])
                 own = diverged if method == of["method"] else None
-                rows.append((f"{rho:g}", method, first, lowest, least, last, own))
+                rows.append((f"{rho:g}", method, first, lowest, least, None if own else last, own))
                 if method == "FedAvg":
                     ups = sum(after > before for before, after in pairwise(medians))
                     earlier = {least: f"in round {least}"} | {0: "at the start"}

@@ -226,12 +226,17 @@ def curves(methods: Mapping[str, Sequence[Values]], key: str, title: str, captio
 def by_setting(
     methods: Mapping[str, Mapping[Any, Sequence[float]]], key: str, title: str, x_title: str, caption: str
 ) -> Figure:
-    """Accuracy by setting, a line for each method: the mean over its seeds. Settings are categories."""
+    """Accuracy by setting, a line for each method: the mean over its seeds. Settings are categories, numbers in order.
+    """
     plot = empty_plot(x_title, "accuracy")
     for label, values in methods.items():
         means = {setting: _mean(scores) for setting, scores in values.items() if scores}
         plot.add_scatter(x=[*means], y=[*means.values()], name=label, **_look(label))
-    plot.update_xaxes(type="category")
+    settings = [*dict.fromkeys(chain.from_iterable(methods.values()))]
+    if all(isinstance(each, int | float) for each in settings):
+        settings.sort()
+    # Without it a category has the place of the first line that has it.
+    plot.update_xaxes(type="category", categoryorder="array", categoryarray=settings)
     return Figure(key, title, caption, plot)
 
 
