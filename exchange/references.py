@@ -38,6 +38,7 @@ log = getLogger("flwr")
 
 _NAME = re.compile(rf"([^.@]*)\.([^.@]*)@([0-9a-f]+)-([0-9a-f]+)-(\d+)(-fine)?{re.escape(SUFFIX)}")
 _MOST_MAPPED = 64  # each takes a file descriptor of the process
+_LONG = 50  # rounds
 
 Slot = tuple[Tree, str, str]
 """(Tree, block, part id), see `slot_of`. Equal values in two trees are two references: a client caches them apart."""
@@ -244,13 +245,19 @@ class References:
     def _make_room(self, nbytes: int) -> None:
         """Forget references of earlier rounds until the limit allows `nbytes` more.
 
-        First those that no client has any longer. Then the newest: clients are sent messages in the same order in each
-        round, and those that were last then will be last now.
+        First those that no client has any longer. Then those that were not used for `_LONG` rounds, the longest unused
+        first: their clients may have left. Then the newest: clients are sent messages in the same order in each round,
+        and those that were last then will be last now.
         """
         if self._nbytes + nbytes <= self._limit:
             return
         earlier = [one for one in self._found.values() if one.used < self._round]
-        for reference in sorted(earlier, key=lambda one: (one.holders > 0, -one.made)):
+
+        def rank(one: Reference) -> tuple[bool, bool, int]:
+            recent = one.used >= self._round - _LONG
+            return one.holders > 0, recent, -one.made if recent else one.used
+
+        for reference in sorted(earlier, key=rank):
             if self._nbytes + nbytes <= self._limit:
                 return
             self._forget(reference)

@@ -18,6 +18,9 @@ log = getLogger("flwr")
 
 FAILURES = 3
 """A client is left out after this many exchanges in a row without a good reply."""
+MOST_HELD = 1_000_000
+"""At most so many ids of parts are remembered of all clients together, some 200 MB. Of those that reported longest ago
+they are forgotten first: such a client is sent its parts again."""
 LEFT_OUT = 5
 """The number of rounds for which it is left out. If it fails again after them, it is left out again at once."""
 
@@ -36,7 +39,8 @@ class ClientLedger:
 
     def __init__(self, keep: int = 0) -> None:
         self._keep = keep
-        self._held: dict[str, frozenset[str]] = {}
+        self._held: dict[str, frozenset[str]] = {}  # the last to report is last
+        self._ids = 0  # of all of them
         self._has_layout: dict[str, bool] = {}  # not in checkpoints: a resumed run sends the layout again
         self._current: dict[str, str] = {}
         self._restorable: list[Mapping[str, str]] = []  # `_current` at each checkpoint, the oldest first
@@ -53,11 +57,15 @@ class ClientLedger:
 
     def record(self, client: str) -> ClientRecord:
         """What the sender must know of a client to make a message for it."""
+        current = self._current.get(client, "")
+        restorable = {then[client] for then in self._restorable if client in then}
+        if (before := self._before.get(client, current)) != current:  # the last merge may be undone
+            restorable.add(before)
         return ClientRecord(
             held=self._held.get(client, frozenset()),
             has_layout=self._has_layout.get(client, False),
-            current=self._current.get(client, ""),
-            restorable=tuple(sorted({then[client] for then in self._restorable if client in then})),
+            current=current,
+            restorable=tuple(sorted(restorable)),
         )
 
     def cached(self, client: str, parts: Iterable[str]) -> None:
@@ -65,7 +73,11 @@ class ClientLedger:
 
         Text that is no part's id is left out, and so is what exceeds `MOST_PARTS`: such parts are sent again.
         """
-        self._held[client] = frozenset(islice(filter(_PART_ID.fullmatch, parts), MOST_PARTS))
+        self._ids -= len(self._held.pop(client, ()))
+        self._held[client] = found = frozenset(islice(filter(_PART_ID.fullmatch, parts), MOST_PARTS))
+        self._ids += len(found)
+        while self._ids > MOST_HELD and len(self._held) > 1:
+            self._ids -= len(self._held.pop(next(iter(self._held))))
 
     def stored_layout(self, client: str, stored: bool) -> None:
         """Enter whether a client has stored the model's layout. One that once had not is sent it from then on.
@@ -156,6 +168,7 @@ class ClientLedger:
     ) -> None:
         """Restore from a checkpoint's facts. `versions`: `current` of every checkpoint, the oldest first."""
         self._held = {client: frozenset(parts) for client, parts in held.items()}
+        self._ids = sum(map(len, self._held.values()))
         self._current = dict(current)
         self._restorable = list(versions)
         self._before = dict(self._restorable[-2]) if len(self._restorable) > 1 else {}

@@ -31,6 +31,7 @@ from tepal.exchange.sender import (
 )
 from tepal.exchange.traffic import Traffic
 from tepal.host.text import visible
+from tepal.strategies.aggregate import ON_TESTS, RECORDED
 from tepal.strategies.rounds.inbox import Inbox
 from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.report import (
@@ -57,6 +58,7 @@ _LOOK_AROUND = 5.0  # seconds between two checks whether nodes were restarted; a
 _LOOKS = 20  # times the duration of a check, for which the SuperLink lists all its nodes, perhaps many thousands
 _GIVE_UP = 60.0  # seconds for which pulling a reply is repeated when it fails
 
+_RECORDED = frozenset(prefix + name for prefix in ("", *ON_TESTS) for name in RECORDED)
 _OF_THE_SERVER = re.compile(rf"({SERVER}|node \d+( \(.*)?)", re.IGNORECASE)
 """Names that reports have for the server itself, and for nodes whose name is not known yet."""
 
@@ -75,6 +77,11 @@ class _Waiting:
     @property
     def outgoing(self) -> Outgoing:
         return self.exchange.outgoing
+
+    @property
+    def overdue(self) -> tuple[Late, float]:
+        """What is kept after the exchange, and until when: not what was sent, which may be as large as the model."""
+        return Late(self.outgoing.name, self.outgoing.plan.round), self.ends
 
 
 class RejectedByMethod(BadReply):
@@ -112,7 +119,7 @@ class Messenger:
         self.accept = accept
         self._inbox = Inbox(grid)
         self._waiting: dict[str, _Waiting] = {}  # by message id; of this exchange
-        self._late: dict[str, _Waiting] = {}  # of earlier exchanges
+        self._late: dict[str, tuple[Late, float]] = {}  # by message id; of earlier exchanges
         self._sessions: dict[int, str] = {}  # node id → when the node was started
         self._listed: Sequence[NodeInfo] = ()  # the last list of nodes
         self._metric_names: set[str] = set()  # of the run's reports
@@ -163,7 +170,7 @@ class Messenger:
                         outgoing = asked.outgoing
                         log.warning("%s was restarted in round %d; its message is sent again.", outgoing.name,
                                     outgoing.plan.round)  # fmt: skip
-                        self._late[message_id] = self._waiting.pop(message_id)
+                        self._late[message_id] = self._waiting.pop(message_id).overdue
                         yield self._send(outgoing, deadline, asked.resends + 1, asked.begun)
         enough = limit is not None and good >= limit
         for asked in self._waiting.values():
@@ -173,7 +180,8 @@ class Messenger:
             else:
                 yield replace(_lost(outgoing, f"it did not answer within {round(timeout, 2):g} s"), unanswered=True)
         # Messages to which the SuperLink accepts no reply any more are forgotten.
-        self._late = {number: asked for number, asked in self._late.items() if asked.ends > begun} | self._waiting
+        overdue = {message_id: asked.overdue for message_id, asked in self._waiting.items()}
+        self._late = {message_id: of for message_id, of in self._late.items() if of[1] > begun} | overdue
         self._waiting = {}
         self._inbox.forget()
 
@@ -303,14 +311,14 @@ class Messenger:
 
         A node may bring as many new names as one answer can have; so no single one can use up those of the run. What
         enters no record is kept: metrics that the server computes with, and all of introductions and of the phases
-        before training, which the method reads.
+        before training, which the method reads; and the scores that every run records, which nobody can displace.
         """
         if reply.not_finite:
             log.warning("%s reports metrics that are not finite, too large, or no share from 0 to 1: %s.",
                         outgoing.name, ", ".join(reply.not_finite[:10]))  # fmt: skip
         if outgoing.plan.action not in (TRAIN, EVALUATE):
             return reply
-        known = {*self._metric_names, *KNOWN_METRICS, self.weighted_by_key}
+        known = {*self._metric_names, *KNOWN_METRICS, *_RECORDED, self.weighted_by_key}
         new = [name for name in (*reply.metrics, *reply.vectors) if name not in known]
         brought = self._brought.get(outgoing.node_id, 0)
         left = max(min(MOST_METRICS - brought, MOST_METRIC_NAMES - len(self._metric_names)), 0)
@@ -346,10 +354,9 @@ class Messenger:
 
     def _dropped(self, message_id: str, message: Message | Exception) -> Late | None:
         """Drop a reply that arrives after its round; it was pulled because it would stay in the SuperLink's memory."""
-        asked = self._late.pop(message_id, None)
-        if asked is None or isinstance(message, Exception) or message.has_error():
+        late, _ = self._late.pop(message_id, (None, 0.0))
+        if late is None or isinstance(message, Exception) or message.has_error():
             return None
-        late = Late(asked.outgoing.name, asked.outgoing.plan.round)
         log.warning("%s answered round %d too late; its reply is dropped.", late.client, late.round)
         return late
 

@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections import Counter
 from itertools import permutations, takewhile
 from pathlib import Path
 
@@ -503,3 +504,28 @@ def test_a_very_long_label_is_in_a_file_and_found_after_a_restart(tmp_path, tree
     (one,) = again.of(tree, block, [part.id])
     np.testing.assert_array_equal(again.find(one.slot).values["w"], content(0)["w"])
     assert not again.of(tree, block + "x", [part.id]) and not again.of(tree + "x", block, [part.id])
+
+
+@pytest.mark.parametrize("departed", [0, 20])
+def test_clients_that_have_left_do_not_displace_the_references_of_those_that_are_there(tmp_path, departed):
+    """20 clients, two of them in a round, and room for 30 references; in the first rounds others come once."""
+    references, rng = References(tmp_path, 30 * 100 / 1e6), np.random.default_rng(0)
+    held, lacking = {}, 0
+
+    def give(client):
+        values = {"w": rng.standard_normal(25).astype(np.float32)}
+        part = Part("model", "b", ("w",), (digest(values["w"]),))
+        references.sent(part, "target", values, fine=False)
+        held[client] = part.id
+
+    for number in range(1, 251):
+        references.begin(number, Counter(held.values()))
+        for client in rng.choice(20, 2, replace=False):
+            found = references.of("model", "b", [held[client]]) if client in held else []
+            lacking += number > 150 and not found
+            if found:
+                references.replaced(found[0])
+            give(client)
+        if number <= 5 * departed and number % 5 == 0:
+            give(f"left in {number}")
+    assert lacking <= 5, "of 200 messages; before, 69 had the whole part"
