@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from tepal.host.processes import exit_on_signals
 from tepal.host.superlink import RunError
+from tepal.host.text import visible
 from tepal.tools.cluster import machine
 from tepal.tools.cluster.actors import Actors
 from tepal.tools.cluster.inputs import Inputs
@@ -227,6 +228,8 @@ def _check_answers(address: str) -> None:
 
 
 def _no_cluster(address: str, error: Exception) -> RunError:
+    if (said := " ".join(str(error).split())).startswith("Version mismatch"):
+        return RunError(f"--ray {address}: {visible(said)}. Install the cluster's versions here")
     return RunError(
         f"--ray {address}: no cluster answers there, or this machine is not a part of it ({_first_line(error)}). See "
         "`ray status`; a machine joins with ray start --address=HOST:PORT, and with --num-cpus=0 --num-gpus=0 it "

@@ -29,7 +29,7 @@ from tepal.records.run_directory import (
 from tepal.tools.cluster.ahead import Ahead
 from tepal.tools.cluster.connection import Cluster, connected
 from tepal.tools.cluster.inputs import caches_for
-from tepal.tools.cluster.job import MEMORY, PROCESS, Job, JobFailed, Place, done, noted
+from tepal.tools.cluster.job import PROCESS, Job, JobFailed, Place, done, noted
 from tepal.tools.cluster.spread import SpreadEngine
 from tepal.tools.cluster.texts import Written, in_html, in_json, in_toml, replaced
 from tepal.tools.cluster.there import CACHE, RUNS
@@ -99,7 +99,7 @@ class ClusterEngine(Runner):
                 self._ahead.wait_for_one(pass_on)
                 done(self._cluster, job, pass_on)
             except JobFailed as error:
-                if error.kind in ("", MEMORY):
+                if not error.kind:
                     raise ClusterFailed(str(error), log) from error
                 said = explain(log.read_text(), str(error)) if error.kind == PROCESS else str(error)
                 raise RunError(said, log) from error

@@ -34,6 +34,8 @@ _PATIENCE = 0.1  # seconds that a machine waits for a change while an answer is 
 _GLANCE = 0.02  # seconds between two looks at files here that are to be sent
 
 
+_KILLED = "its process was killed"  # so it is said of a run's own process, which is not the job's
+
 PROCESS, MEMORY = "process", "memory"
 """Kinds of failures: the job's process ended; its machine had too little memory for it."""
 
@@ -372,7 +374,8 @@ class _Attempt:
         if "value" in result:
             return result["value"]
         if "error" in result:
-            raise JobFailed(result["error"], result["kind"])
+            where = f" (on {self._place.machine})" if _KILLED in result["error"] else ""
+            raise JobFailed(result["error"] + where, result["kind"])
         ended = f"was killed by signal {-self._status}" if self._status < 0 else f"ended with status {self._status}"
         raise JobFailed(f"its process on {self._place.machine} {ended}", PROCESS)
 

@@ -87,6 +87,16 @@ class Machine:
     """The files and the process of one job. The actor's process holds a lock on them while it lives."""
 
     def __init__(self) -> None:
+        try:
+            self._take_folders()
+        except OSError as error:  # Ray does not say where
+            raise type(error)(f"{socket.gethostname()}: {error}") from error
+        self._used: Collection[str] = ()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun, self._made = False, time.monotonic()
+        self._starting, self._completing = threading.Lock(), threading.Lock()
+
+    def _take_folders(self) -> None:
         base = Path(tempfile.gettempdir())
         self._store = base / f"{STORE}-{os.getuid()}"
         self._store.mkdir(mode=0o700, exist_ok=True)
@@ -101,10 +111,6 @@ class Machine:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         (self.folder / _UNNAMED).rename(self.folder / _LOCK)
         self._partial = self._store / f"{_PARTIAL}{self.folder.name}"
-        self._used: Collection[str] = ()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._begun, self._made = False, time.monotonic()
-        self._starting, self._completing = threading.Lock(), threading.Lock()
 
     def place(self) -> tuple[str, str, str]:
         """The machine's name, and the folders of the job and of the inputs."""
@@ -186,8 +192,10 @@ class Machine:
                     self._process.stdin.write(b"\n")
                     self._process.stdin.flush()
                 return
+            found = os.environ.get("PYTHONPATH", "")  # where a cluster's modules may have put libraries
             environment = os.environ | {
-                "PYTHONPATH": str(self._store / code), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(self._store / code), found))),
+                "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
             environment.pop("RAY_ADDRESS", None)
             module = "tepal.tools.cluster.process"
@@ -345,7 +353,10 @@ def _write(path: Path, content: bytes, offset: int) -> Version:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         # A call that is repeated may still be under way: it writes the same at the same place, and nothing is cut off.
-        os.pwrite(file, content, offset)
+        left = memoryview(content)
+        while left:  # a disk that becomes full takes a part of it, and raises an error at the next call
+            written = os.pwrite(file, left, offset)
+            left, offset = left[written:], offset + written
         status = os.fstat(file)
     finally:
         os.close(file)

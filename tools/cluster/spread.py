@@ -211,6 +211,6 @@ class _Workers:
                 (folder / CRASHED).touch()
             tell("note", f"{why}; no client trains there any more")
         finally:
-            with replacing(folder / GONE) as partial:
+            with suppress(OSError), replacing(folder / GONE) as partial:  # the folder goes when the run is stopped
                 partial.write_text(why, encoding="utf-8")
             (folder / READY).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 from tepal.records.run_directory import CONFIG, as_json
 from tepal.strategies import RoundFailed
 from tepal.tools.cluster.connection import Cluster
-from tepal.tools.cluster.job import PROCESS, Job, JobFailed, Place, done
+from tepal.tools.cluster.job import MEMORY, PROCESS, Job, JobFailed, Place, done
 from tepal.tools.cluster.texts import in_json, in_toml, replaced
 from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, MissingData, Trial, TrialInputs, Values
 
@@ -57,7 +57,7 @@ def compute_on(
     try:
         values: Values = done(cluster, job, tell)
     except JobFailed as error:
-        if error.kind not in ("", PROCESS, *_LEFT_OUT):
+        if error.kind not in ("", PROCESS, MEMORY, *_LEFT_OUT):
             raise
         raise _LEFT_OUT.get(error.kind, RoundFailed)(str(error)) from error
     shutil.rmtree(inputs.folder / "runs" / trial.name, ignore_errors=True)  # as there

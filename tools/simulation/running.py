@@ -127,7 +127,7 @@ def run_once(
             raise  # the message has the path of the log
         kept = keep_log(log, found[0])
         said = [error.reason, f"Results so far: {found[0]}", resume_hint(found[0], engine.options)]
-        raise RunError("\n".join(filter(None, said)), kept) from error
+        raise type(error)("\n".join(filter(None, said)), kept) from error  # a search tells some from others
     finally:
         done.set()
         for follower in followers:

@@ -185,6 +185,17 @@ def test_no_cluster_is_said_in_words(ray, monkeypatch):
     assert "shutdown" not in ray.calls
 
 
+def test_another_version_than_the_clusters_is_said_with_both(ray):
+    text = "Version mismatch: The cluster was started with:\n    Ray: 2.55.1\n    Python: 3.11.8\nThis process was"
+
+    def init(**_options):
+        raise RuntimeError(text)
+
+    ray.init = init
+    with pytest.raises(RunError, match=r"^--ray auto: Version mismatch: .* Python: 3\.11\.8 This process"):
+        connected("auto").__enter__()
+
+
 class RayError(Exception):
     pass
 

@@ -15,15 +15,18 @@ from safetensors.numpy import load
 
 from tepal.host.superlink import RunError
 from tepal.records.run_directory import KEPT_IN, RunDirectory, RunInUse, held, read_config
+from tepal.server_app.config import read_run_config
 from tepal.tools.cluster import ahead as ahead_module
 from tepal.tools.cluster import engine as engine_module
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster.engine import ClusterEngine, ClusterFailed
 from tepal.tools.cluster.inputs import Inputs
-from tepal.tools.cluster.job import PROCESS, JobFailed, Place
+from tepal.tools.cluster.job import MEMORY, PROCESS, JobFailed, Place
 from tepal.tools.own_app import own_app
 from tepal.tools.simulation.engine import RunStopped
+from tepal.tools.simulation.running import run_once
 
+QUIET = SimpleNamespace(stage=lambda text: None, note=lambda text: None, update=lambda line: None)
 PLACE = Place("far", "/tmp/tepal-job-x", "/tmp/tepal-inputs-7")
 
 
@@ -190,6 +193,7 @@ def test_what_a_run_tells_is_passed_on_and_logged(engine, jobs, config, tmp_path
     [
         (JobFailed("min-clients is 5", "RunError"), "a line", "min-clients is 5"),
         (JobFailed("its process was killed by signal 9", PROCESS), "a line", "its process was killed by signal 9"),
+        (JobFailed("far had too little memory for it", MEMORY), "", "far had too little memory for it"),
         (JobFailed("its machine was lost 3 times in a row: far"), "", "its machine was lost 3 times in a row: far"),
     ],
 )
@@ -203,6 +207,18 @@ def test_a_job_that_failed_is_a_run_that_failed(engine, jobs, config, tmp_path, 
         engine.run(config, log=tmp_path / "a.log")
     assert failed.value.reason == reason and failed.value.log == tmp_path / "a.log"
     assert isinstance(failed.value, ClusterFailed) == ("lost" in reason), "it says nothing of the run"
+
+
+def test_a_search_can_tell_machines_that_failed_from_a_run_that_did(engine, jobs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def ends(_job, _tell):
+        raise JobFailed("its machine was lost 3 times in a row: far")
+
+    jobs.ends = ends
+    options = {"num-server-rounds": 1, "runs": str(tmp_path / "runs")}
+    with pytest.raises(ClusterFailed, match=r"far\nResults so far: "):
+        run_once(engine, read_run_config(options), QUIET, QUIET, False, lambda run: None)
 
 
 def test_stopping_ends_the_runs(engine, jobs, config, tmp_path):

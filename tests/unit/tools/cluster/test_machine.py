@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -214,7 +215,7 @@ def test_a_store_that_others_can_write_in_is_not_used(temporary, tmp_path, monke
         store.mkdir()
         store.chmod(0o700 if whose == "another user's" else 0o770)
     monkeypatch.setattr(os, "getuid", lambda: uid)
-    with pytest.raises(PermissionError, match="not a folder that only this user can open"):
+    with pytest.raises(PermissionError, match=f"{socket.gethostname()}: .* not a folder that only this user can open"):
         Machine()
 
 
@@ -440,6 +441,7 @@ sys.exit(7)
 def worker(temporary, monkeypatch):
     """A machine whose store has a package with a stub of the process; its digest."""
     monkeypatch.setenv("RAY_ADDRESS", "here:1")
+    monkeypatch.setenv("PYTHONPATH", "/libraries")
     one, none = Machine(), b""
     folders = ("tepal", "tepal/tools", "tepal/tools/cluster")
     files = {f"{folder}/__init__.py": none for folder in folders}
@@ -471,7 +473,7 @@ def test_begin_starts_one_process_with_the_code_that_was_sent(worker):
     one.begin(of, 3)
     facts = begun(one)
     assert facts["threads"] == "3" and not facts["ray"] and facts["cwd"] == str(one.folder)
-    assert facts["path"][0] == f"{one.place()[2]}/{of}" and facts["parent"] == os.getpid()
+    assert facts["path"][:2] == [f"{one.place()[2]}/{of}", "/libraries"] and facts["parent"] == os.getpid()
     answer = one.ask({}, [], 0)
     assert (answer.printed, answer.status) == (b"begun\n", None)
     one.stop()
