@@ -102,7 +102,8 @@ class RoundRunner:
         self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes, expected)
         self._asker = Asker(
             method, self._messenger, self.cohorts, self.ledger, weighted_by=weighted_by_key,
-            averages=method.averages and averages(robust), schedule=schedule, on_progress=on_progress,
+            share=rules.max_weight_share, averages=method.averages and averages(robust), schedule=schedule,
+            on_progress=on_progress,
         )  # fmt: skip
         self._judge = Judge(self.norms, rules.max_weight_share, clip=clips(robust), folder=run.folder)
         self._most_had_failed = False  # in the round of the last merge
