@@ -103,9 +103,9 @@ class Replies:
         return time.perf_counter() - begun
 
     def judged(self, norms: UpdateNorms, *, measured: bool, clip: bool) -> float:
-        judge, sizes = Judge(norms, 0.5, clip=clip), dict.fromkeys(self.plans, 1.0)
+        judge = Judge(norms, 0.5, clip=clip)
         merger, begun = ModelMerger(ModelState(self.sent)), time.perf_counter()
-        for reply in judge.judged(self.read(measured=measured), self.plans, sizes, lambda client, tree: self.sent):
+        for reply in judge.judged(self.read(measured=measured), self.plans, lambda client, tree: self.sent):
             assert not isinstance(reply, Refused)
             merger.add(reply)
             del reply

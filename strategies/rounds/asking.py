@@ -16,6 +16,7 @@ from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.messenger import Messenger
 from tepal.strategies.rounds.report import LEFT_BEHIND, Answered, Failure, RoundFailed, RoundReport
 from tepal.strategies.rounds.round import Round
+from tepal.strategies.rounds.weights import weight_limit
 
 SCHEDULES: Mapping[str, Callable[..., float]] = {
     "constant": lambda round, rounds: 1.0,
@@ -33,6 +34,7 @@ class Asker:
         cohorts: knows the clients' nodes.
         ledger: where clients without a good reply are entered.
         weighted_by: name of the metric with a reply's weight.
+        share: the largest share of a client in the weights of a round.
         averages: whether of the replies' values only means over the clients are needed.
         schedule: name of the learning rate schedule.
         on_progress: called with the round's report after every event.
@@ -46,12 +48,13 @@ class Asker:
         ledger: ClientLedger,
         *,
         weighted_by: str,
+        share: float,
         averages: bool,
         schedule: str,
         on_progress: Callable[[RoundReport], None],
     ) -> None:
         self.method = method
-        self.weighted_by, self.averages = weighted_by, averages
+        self.weighted_by, self.share, self.averages = weighted_by, share, averages
         self.schedule = schedule
         self.on_progress = on_progress
         self._messenger, self._cohorts, self._ledger = messenger, cohorts, ledger
@@ -88,6 +91,8 @@ class Asker:
             return found
         sizes = [self._ledger.size(plan.client, self.weighted_by) for plan in means]
         weights = [size for size in sizes if size] if all(sizes) else [1.0] * len(means)
+        most = weight_limit(weights, self.share)  # as replies are merged
+        weights = [min(weight, most) for weight in weights]
         sums: dict[tuple[Tree, str], float] = defaultdict(float)
         squares: dict[tuple[Tree, str], float] = defaultdict(float)
         for plan, weight in zip(means, weights, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,11 +14,11 @@ import numpy as np
 from tepal.exchange.layout import Arrays
 from tepal.exchange.plan import Plan, Reply, Tree
 from tepal.strategies.rounds.norms import CLIPPED, LARGEST, Norms, UpdateNorms, clipped
-from tepal.strategies.rounds.weights import limited, weight_limit
+from tepal.strategies.rounds.weights import FEWEST, limited, weight_limit
 
 log = getLogger("flwr")
 
-_ENOUGH = 9  # replies from which the first ones are judged, if no earlier norms are known: five decide the median
+_ENOUGH = 9  # replies from which those are judged whose usual norms are not known: five decide the median
 _WORTH = 1 << 20  # bytes of a reply from which it waits in a file
 
 
@@ -44,23 +45,20 @@ class Judge:
         self.share = share
         self.clip = clip
         self.folder = folder
+        self._weights: dict[str, int] = {}  # of the replies that were yielded in this round, before they are limited
+        self._sum = 0  # of these weights
 
     def judged(
-        self,
-        replies: Iterable[Reply],
-        plans: Mapping[str, Plan],
-        sizes: Mapping[str, float | None],
-        starts: Callable[[str, Tree], Arrays],
+        self, replies: Iterable[Reply], plans: Mapping[str, Plan], starts: Callable[[str, Tree], Arrays]
     ) -> Iterator[Reply | Refused]:
         """Yield each reply as it must be merged, or why it must not.
 
-        A reply that cannot be judged yet waits in a file: the first ones of a run, until enough norms are known (with
-        `clip` until all have come), and the heaviest one if the clients' numbers of examples were not known before.
+        A reply that cannot be judged yet waits in a file: one with a block whose usual norm is not known yet, until
+        enough norms are known (with `clip` until all replies have come), and one that may count for too much.
 
         Args:
             replies: as they arrive.
             plans: client → plan.
-            sizes: client → number of training examples, as far as it is known, of all clients that were asked.
             starts: (client, tree) → the values that it was sent.
         """
 
@@ -71,38 +69,63 @@ class Judge:
             plan = plans[reply.client]
             return clipped(reply, plan, starts(reply.client, plan.model), ratio)
 
-        known = [size for size in sizes.values() if size is not None]
-        limit = weight_limit(known, self.share) if len(known) == len(sizes) else None
-        heaviest: Reply | None = None
-        others: list[int] = []  # weights of the replies that were yielded
-        for reply in self._plausible(replies, plans):
+        plausible = self._plausible(replies, plans)
+        for reply in self._weighted(plausible, self.share if len(plans) >= FEWEST else 1.0):
+            judged = reply if isinstance(reply, Refused) else scaled(reply)
+            del reply  # it may be as large as the model, and the next one arrives now
+            yield judged
+            del judged
+
+    def not_merged(self, client: str) -> None:
+        """Enter that a reply that was yielded could not be merged: its weight does not raise the limit of the others'.
+
+        Those that were yielded before keep their weights.
+        """
+        self._sum -= self._weights.pop(client, 0)
+
+    def _weighted(self, replies: Iterable[Reply | Refused], share: float) -> Iterator[Reply | Refused]:
+        """Yield each reply with its weight in the round, which depends on the weights alone, not on their order.
+
+        Replies may be lost, and a client may answer with fewer examples than it introduced itself with: only the
+        weights that came count. A weight w need not be cut if w ≤ share · Σ_i min(w_i, w) over them. The sum only grows
+        as others come, so a reply is yielded once this holds, and never has to be cut later. Fewer than 1 / share
+        replies wait at any time: if j do, and w is the least of their weights, the sum is at least j·w. As w / Σ_i
+        min(w_i, w) grows with w, they are the heaviest. In the end they are cut to `weight_limit`.
+        """
+        self._weights, self._sum = {}, 0
+        numerator, denominator = share.as_integer_ratio()  # integers have no rounding errors
+        waiting: list[Reply] = []
+        for reply in replies:
             if isinstance(reply, Refused):
                 yield reply
                 continue
-            if limit is not None:
-                yield scaled(replace(reply, examples=limited(reply.examples, limit)))
-                del reply  # it may be as large as the model, and the next one arrives now
-                continue
-            lighter: Reply | None = reply
-            if heaviest is None or _weight(reply) > _weight(heaviest):
-                lighter, heaviest = heaviest, self._stored(reply)
+            weights = [*(other.examples for other in waiting), reply.examples]
+            sums = [self._sum + sum(min(other, weight) for other in weights) for weight in weights]
+            fits = [denominator * w <= numerator * total for w, total in zip(weights, sums, strict=True)]
+            waiting.append(reply if fits[-1] else self._stored(reply))
             del reply
-            if lighter is not None:
-                others.append(lighter.examples)
-                yield scaled(lighter)
-            del lighter
-        if heaviest is not None:
-            others.append(heaviest.examples)
-            yield scaled(replace(heaviest, examples=limited(heaviest.examples, weight_limit(others, self.share))))
+            ready = [each for each, now in zip(waiting, fits, strict=True) if now]
+            waiting = [each for each, now in zip(waiting, fits, strict=True) if not now]
+            while ready:
+                yield self._entered(ready.pop(0), math.inf)
+        waiting.sort(key=_weight)
+        while waiting:
+            limit = weight_limit([*self._weights.values(), *(each.examples for each in waiting)], self.share)
+            yield self._entered(waiting.pop(0), limit)
+
+    def _entered(self, reply: Reply, limit: float) -> Reply:
+        """The reply with a weight of at most the limit. Its own weight is entered."""
+        self._weights[reply.client] = reply.examples
+        self._sum += reply.examples
+        return replace(reply, examples=limited(reply.examples, limit))
 
     def _plausible(self, replies: Iterable[Reply], plans: Mapping[str, Plan]) -> Iterator[Reply | Refused]:
         """Yield each reply whose update is not too large, and why the others must not be merged."""
-        hold, waiting = self.norms.first, list[tuple[Reply, Norms]]()
+        enough, waiting = False, list[tuple[Reply, Norms]]()
         for reply in replies:
-            model = plans[reply.client].model
-            norms = self.norms.of(reply, model)
+            norms = self.norms.of(reply, plans[reply.client].model)
             self.norms.enter(reply.client, norms)
-            if not hold:
+            if enough or not self.norms.lacks(norms):
                 judged = self._judge(reply, norms)
                 del reply
                 yield judged
@@ -110,8 +133,8 @@ class Judge:
                 continue
             waiting.append((self._stored(reply), norms))
             del reply
-            hold = self.clip or len(waiting) < _ENOUGH
-            while waiting and not hold:
+            enough = not self.clip and len(waiting) >= _ENOUGH
+            while waiting and enough:
                 yield self._judge(*waiting.pop(0))
         while waiting:
             yield self._judge(*waiting.pop(0))
@@ -128,8 +151,9 @@ class Judge:
 
     def _stored(self, reply: Reply) -> Reply:
         """The reply with its arrays mapped from an unnamed file, so that it needs no memory while it waits."""
-        if sum(array.nbytes for values in reply.parts.values() for array in values.values()) < _WORTH:
-            return reply
+        arrays = [array for values in reply.parts.values() for array in values.values()]
+        if sum(array.nbytes for array in arrays) < _WORTH or any(isinstance(array, np.memmap) for array in arrays):
+            return reply  # it is small, or waits in a file already
         try:
             return replace(reply, parts={tree: self._mapped(values) for tree, values in reply.parts.items()})
         except OSError as error:
@@ -137,6 +161,8 @@ class Judge:
             return reply
 
     def _mapped(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if not any(array.nbytes for array in values.values()):
+            return dict(values)  # an empty file cannot be mapped
         places: dict[str, int] = {}
         with tempfile.TemporaryFile(dir=self.folder, prefix=".waiting-") as file:
             for name, array in values.items():

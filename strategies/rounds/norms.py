@@ -48,8 +48,8 @@ estimated, and of the changes of integers."""
 class UpdateNorms:
     """Running medians of the norms of updates, by block. A hostile client counts for one norm a round, as any other.
 
-    The medians are those of earlier rounds, so that a reply's ratio does not depend on the order of the replies. While
-    there are none, as in the first round, they are those of the present round.
+    The medians are those of earlier rounds, so that a reply's ratio does not depend on the order of the replies. For
+    blocks without one, as all are in the first round, they are those of the present round.
 
     Args:
         blocks: label → entries, a partition of the model's entries.
@@ -63,10 +63,9 @@ class UpdateNorms:
         self.ratios: dict[str, float] = {}
         """Client → ratio of its update in the present attempt at a round, of those that may be merged."""
 
-    @property
-    def first(self) -> bool:
-        """Whether no norms of earlier rounds are known."""
-        return not self._medians
+    def lacks(self, norms: Norms) -> bool:
+        """Whether no median of earlier rounds is known for one of these norms, so that later replies decide on it."""
+        return any(key not in self._medians for key in norms)
 
     def begin(self) -> None:
         """Begin a round: the norms of the one before count from now on."""

@@ -102,7 +102,8 @@ class RoundRunner:
         self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes, expected)
         self._asker = Asker(
             method, self._messenger, self.cohorts, self.ledger, weighted_by=weighted_by_key,
-            averages=method.averages and averages(robust), schedule=schedule, on_progress=on_progress,
+            share=rules.max_weight_share, averages=method.averages and averages(robust), schedule=schedule,
+            on_progress=on_progress,
         )  # fmt: skip
         self._judge = Judge(self.norms, rules.max_weight_share, clip=clips(robust), folder=run.folder)
         self._most_had_failed = False  # in the round of the last merge
@@ -287,7 +288,6 @@ class RoundRunner:
         """Send the last phase and merge the replies as they arrive. Returns the next state; None for too few replies.
         """
         report, ledger, key = this.report, self.ledger, self.weighted_by_key
-        clients = [plan.client for plan in plans]
         self.norms.ratios.clear()
         measured = self._judge.clip or self.rules.deterministic  # estimates differ from run to run
         messages = self._asker.outgoing(state, plans, this, measured=measured, limit=self.rules.max_replies)
@@ -297,23 +297,21 @@ class RoundRunner:
         metrics: dict[str, tuple[Mapping[str, float], int]] = {}
         exchanges: dict[str, str] = {}
         in_order = sorted(replies, key=lambda reply: reply.client) if self.rules.deterministic else replies
-        for reply in self._judge.judged(
-            in_order,
-            {plan.client: plan for plan in plans},
-            {client: ledger.size(client, key) for client in clients},
-            partial(self.method.values, state),
-        ):
+        by_client = {plan.client: plan for plan in plans}
+        for reply in self._judge.judged(in_order, by_client, partial(self.method.values, state)):
             if isinstance(reply, Refused):
                 self._refuse(reply.client, reply.reason, this)
                 continue
             try:
                 merger.add(reply)
             except OSError as error:  # of a method that stores models on disk
+                self._judge.not_merged(reply.client)
                 report.notes.append((SERVER, f"the reply of {reply.client} cannot be stored: {error}"))
                 log.error("The reply of %s in round %d cannot be stored: %s", reply.client, this.number, error)
                 continue
             except Exception as error:  # of one client's values: a merger is as if this reply had not come
                 log.debug("The reply of %s cannot be merged.", reply.client, exc_info=True)
+                self._judge.not_merged(reply.client)
                 self._refuse(reply.client, f"it cannot be merged ({type(error).__name__}: {error})", this)
                 continue
             self.ledger.good(reply.client)

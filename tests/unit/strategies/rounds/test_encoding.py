@@ -259,12 +259,21 @@ def test_of_selected_layers_the_fewest_clients_of_a_layer_count(monkeypatch):
     assert {client: count for client, (count, _) in found.items()} == {"client-0": 3, "client-1": 2, "client-2": 2}
 
 
-def test_clients_of_unequal_weights_count_as_fewer_of_equal_ones(monkeypatch):
-    sizes = [100, 10, 10, 10, 10]
+@pytest.mark.parametrize(
+    ("sizes", "share", "weights"),
+    [
+        ([100, 10, 10, 10, 10], 1.0, [100, 10, 10, 10, 10]),
+        ([100, 10, 10, 10, 10], 0.5, [40, 10, 10, 10, 10]),  # the largest has half of all
+        ([10**15, 10, 10, 10, 10], 0.5, [40, 10, 10, 10, 10]),
+        ([10**15, 10**9, 10, 10, 10], 0.3, [22.5, 22.5, 10, 10, 10]),  # each of two has 0.3 of all
+    ],
+)
+def test_clients_of_unequal_weights_count_as_fewer_of_equal_ones(monkeypatch, sizes, share, weights):
     exchange = PartialExchange(lambda msg, context: {"num-examples": sizes[context.node_config["partition-id"]]})
-    found = averaged(FedAvg(encoding=Encoding(up="auto"), fraction_evaluate=0), monkeypatch, 5, exchange=exchange)
+    strategy = FedAvg(encoding=Encoding(up="auto"), fraction_evaluate=0, max_weight_share=share)
+    found = averaged(strategy, monkeypatch, 5, exchange=exchange)
     # The variance of their weighted mean is that of a mean of so many.
-    shares = np.array(sizes) / sum(sizes)
+    shares = np.array(weights) / sum(weights)
     assert [count for count, _ in found.values()] == pytest.approx([1 / np.square(shares).sum()] * 5)
 
 

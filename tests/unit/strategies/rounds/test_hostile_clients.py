@@ -247,6 +247,23 @@ def test_no_client_counts_for_more_than_half_of_a_round(introduce):
     np.testing.assert_allclose(arrays["w"], 0.25, atol=0.02)  # 3/4 of the way of the others less 1/4
 
 
+@pytest.mark.parametrize("introduce", [None, introduced])
+def test_what_a_client_answered_in_an_earlier_round_is_not_taken_for_its_size(introduce):
+    """In the first round it has 10 examples as all others; in the next 10^15, with a flipped update."""
+
+    def change(content, header):
+        figures(num_examples=10 if header.round == 1 else 10**15)(content, header)
+        if header.round > 1:
+            values(lambda name, a: 2 - a)(content, header)
+
+    def own(msg, context):
+        return {} if context.node_config["partition-id"] == 1 or introduce is None else introduce(msg, context)
+
+    arrays, history = run(FedAvg(), change, app=app_of(introduce=own), rounds=2)
+    assert all("client-1" in report.replied for report in history)
+    np.testing.assert_allclose(arrays["w"], 1.0, atol=0.05)  # half of 0.75, half of 1.25
+
+
 @given(st.lists(st.integers(1, 10**15), min_size=1, max_size=12), st.floats(0.05, 1.0))
 def test_the_largest_weight_that_keeps_to_the_share(weights, share):
     limit = weight_limit(weights, share)
