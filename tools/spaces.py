@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tepal.host.toml import Value
 
 if TYPE_CHECKING:
@@ -47,6 +49,17 @@ class Range:
         """The values that are checked before the search: both ends."""
         return (self.low, self.high)
 
+    def at(self, share: float) -> Value:
+        """The number at this share of the range, from 0 to 1."""
+        if self.log:
+            found = self.low * (self.high / self.low) ** share
+        else:
+            found = self.low + share * (self.high - self.low)
+        if self.whole:
+            step = int(self.step or 1)
+            return int(self.low + round((found - self.low) / step) * step)
+        return self.exact(found)
+
     def exact(self, value: Value) -> Value:
         """Return the number of the range that a drawn one stands for: without step, itself.
 
@@ -69,6 +82,10 @@ class Choices:
         """The values that are checked before the search: all."""
         return self.choices
 
+    def at(self, share: float) -> Value:
+        """The value at this share of the list, from 0 to 1."""
+        return self.choices[min(int(share * len(self.choices)), len(self.choices) - 1)]
+
     def exact(self, value: Value) -> Value:
         return value
 
@@ -89,6 +106,19 @@ def distribution(space: Space) -> optuna.distributions.BaseDistribution:
     return optuna.distributions.FloatDistribution(
         float(space.low), float(space.high), log=space.log, step=None if space.step is None else float(space.step)
     )
+
+
+def spread_out(spaces: Mapping[str, Space], number: int, count: int = RANDOM_TRIALS) -> dict[str, Value]:
+    """The values of trial `number` of `count` in a Latin hypercube: each in the middle of a part of its own of a range.
+
+    Every range has `count` equal parts (on its scale), whose order depends on the key alone. Searches that have keys in
+    common have the same values of them in trials with the same number.
+    """
+    found = dict[str, Value]()
+    for key, space in spaces.items():
+        order = np.random.default_rng(list(key.encode())).permutation(count)
+        found[key] = space.at((int(order[number]) + 0.5) / count)
+    return found
 
 
 def draw(

@@ -82,6 +82,7 @@ class Scale:
         validation: number of images that score a search.
         methods: those that are run.
         searched: trials of each search.
+        alike: whether the searches of all methods have the same rates at first, see `search_trials`.
         unseen: number of classes that the runs have; the others are what the weights are trained on first. 0: all.
         sgd: changes to the run config of the methods that train by SGD.
     """
@@ -92,6 +93,7 @@ class Scale:
     methods: Sequence[str] = tuple(METHODS)
     searched: int = 6
     validation: int = 1_000
+    alike: bool = True
     unseen: int = 0
     sgd: Mapping[str, Any] | None = None
 
@@ -144,7 +146,7 @@ KINDS: Mapping[str, Kind] = {
         {"FedAvg": (0.9070, 0.9270, 0.9385), "FedProx": (0.9150, 0.9395, 0.9510), "FedAvgM": (0.6015, 0.6540, 0.7030),
          "FedAdam": (0.7445, 0.8930, 0.9105), "FedNova": (0.9155, 0.9260, 0.9440),
          "SCAFFOLD": (0.9295, 0.9475, 0.9560), "FedFrozen": (0.9040, 0.9325, 0.9470)},
-        Scale({**_SMALL, "augment-flip": True}, 2_500, 2_000),
+        Scale({**_SMALL, "augment-flip": True}, 2_500, 2_000, alike=False),
         Scale({**_FULL, "model": "vit-b-32", "normalise": "cifar-10"}, 5_000, 2_000, searched=12),
         _VIT_B_32, "ViT-B/32",
         f"2,500 training and 2,000 test images, ten clients, ten rounds, {_SEEN}; five seeds, six trials of a search. "
@@ -208,7 +210,9 @@ class FedFrozenVision(Experiment):
             "The learning rate of every method, and its own options, are found by the same number of trials of "
             f"Optuna's TPE sampler at α = {SEARCHED}, on training images that the results do not have, and scored on "
             f"{kind.small.validation:,} further ones. The paper has one rate for all, and does not say how it was "
-            "found.",
+            "found."
+            + " The first five trials of a search are spread evenly over the ranges, with the same rates for all methods."
+            * kind.small.alike,
             "Differences are paired by seed; intervals are Student's at 95 %. Over all α, the difference of a "
             "seed is its mean over the values of α. The paper has one seed.",
             f"T_warm is {', '.join(map(str, kind.warmups))} of 10 rounds by α, as in the paper. The margin of {WITHIN} "
@@ -234,7 +238,7 @@ class FedFrozenVision(Experiment):
             trials.append(Trial(_PRETRAINED, {"part": "pretraining", "full": full, "config": PRETRAIN, "clients": 1}))
         for method in of.methods:
             options = self._options(method, SEARCHED, SEED, full, "search")
-            search = search_trials(slug(method), options, SEARCH[full][method], of.searched)
+            search = search_trials(slug(method), options, SEARCH[full][method], of.searched, alike=of.alike)
             trials += [replace(trial, needs=(*before, *trial.needs)) for trial in search]
             needs = (*before, *(trial.name for trial in search))
             trials += [

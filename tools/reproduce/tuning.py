@@ -15,14 +15,16 @@ from typing import Any
 from tepal.strategies import RoundFailed
 from tepal.tools.reproduce.experiment import MissingData, Trial, TrialInputs, Values
 from tepal.tools.reproduce.runs import trained
-from tepal.tools.spaces import Space, distribution, draw, optuna_is_missing
+from tepal.tools.spaces import RANDOM_TRIALS, Space, distribution, draw, optuna_is_missing, spread_out
 
 _DIVERGED = re.compile("diverged|times as large|NaN|infinite")  # in the reasons of a round that failed
 SEED = 1000
 """The run config's seed in all trials of a search; results have others."""
 
 
-def search_trials(name: str, options: Values, search: Mapping[str, Space], count: int) -> list[Trial]:
+def search_trials(
+    name: str, options: Values, search: Mapping[str, Space], count: int, *, alike: bool = False
+) -> list[Trial]:
     """The trials of a search.
 
     Args:
@@ -30,8 +32,11 @@ def search_trials(name: str, options: Values, search: Mapping[str, Space], count
         options: of each trial.
         search: run config key → the values among which the best one is searched.
         count: of trials.
+        alike: whether the first trials are spread evenly over the ranges, in all methods alike (see `spread_out`), so
+            that no method is ahead because its random draws happened to be better.
     """
     spaces = {key: repr(space) for key, space in search.items()}  # of other ranges, trials are computed again
+    options = {**options, "alike": True} if alike else options
     names = [f"{name}-search-{number}" for number in range(count)]
     return [Trial(each, {**options, "search": spaces}, tuple(names[:place])) for place, each in enumerate(names)]
 
@@ -72,6 +77,8 @@ def drawn(trial: Trial, inputs: TrialInputs, search: Mapping[str, Space]) -> dic
         raise MissingData(missing)
     import optuna
 
+    if trial.options.get("alike") and (number := len(trial.needs)) < RANDOM_TRIALS:
+        return spread_out(search, number)
     spaces = {key: distribution(space) for key, space in search.items()}
     earlier = [
         optuna.trial.create_trial(params=values["drawn"], distributions=spaces, value=score_of(values))

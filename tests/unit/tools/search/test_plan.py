@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tepal.server_app.config import ConfigError, defaults
 from tepal.tools.search.__main__ import app
 from tepal.tools.search.plan import check_values, read_plan
-from tepal.tools.spaces import Choices, Range
+from tepal.tools.spaces import Choices, Range, spread_out
 from tests.packages import ROOT
 
 LEARNING_RATE = "learning-rate = { from = 1e-4, to = 1e-2, log = true }"
@@ -264,3 +264,17 @@ def test_without_optuna_the_command_says_how_to_install_it(tmp_path, monkeypatch
     ended = CliRunner().invoke(app, [str(tmp_path / "none.toml"), "--folder", str(tmp_path / "out")])
     assert ended.exit_code == 1 and "pip install 'tepal[search]'" in ended.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_trials_that_are_spread_out_are_one_in_each_part_of_every_range_and_the_same_for_all_that_have_a_key(count):
+    rate, share = Range(1e-4, 1e-2, log=True), Range(0.0, 3.0)
+    spaces = {"rate": rate, "share": share, "layers": Range(1, 9, step=2), "kind": Choices(("a", "b"))}
+    drawn = [spread_out(spaces, number, count) for number in range(count)]
+    expected = [10 ** (-4 + 2 * (part + 0.5) / count) for part in range(count)]
+    assert sorted(each["rate"] for each in drawn) == pytest.approx(expected)
+    assert sorted(each["share"] for each in drawn) == pytest.approx([3 * (n + 0.5) / count for n in range(count)])
+    assert {each["layers"] for each in drawn} <= {1, 3, 5, 7, 9} and {each["kind"] for each in drawn} <= {"a", "b"}
+    assert all(type(each["layers"]) is int for each in drawn)
+    again = [spread_out({"other": share, "rate": rate}, number, count) for number in range(count)]
+    assert [each["rate"] for each in again] == [each["rate"] for each in drawn]
