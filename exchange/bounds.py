@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tepal.exchange.layout import Names
+from tepal.exchange.layout import Layout, Names
 from tepal.host.text import LONGEST_NAME, visible
 
 MOST_EXAMPLES = 10**15
@@ -34,6 +34,8 @@ HEADER_BYTES, HEADER_BYTES_PER_ENTRY = 1_000_000, 1000
 """Longest header, decompressed, for a model with that many entries."""
 MOST_KEYS = 10_000
 """Missing parts of a header."""
+REPLY_BYTES = 32_000_000
+"""Bytes of a whole reply, in addition to those of its trees and its header: for metrics, and records of the app."""
 
 _SHARES = tuple(f"-{name}" for name in SHARES)
 
@@ -43,6 +45,15 @@ class BadReply(ValueError):
 
     def __init__(self, reason: object) -> None:
         super().__init__(visible(reason))
+
+
+def reply_bytes(layout: Layout, trees: int) -> int:
+    """The most bytes of a reply with so many trees of a model: twice theirs, as a code may be longer than the values.
+
+    A client without the exchange's mod, to which this is reported, may reply with one tree that was not requested.
+    """
+    header = HEADER_BYTES + HEADER_BYTES_PER_ENTRY * len(layout.entries)
+    return 2 * max(trees, 1) * layout.nbytes() + header + REPLY_BYTES
 
 
 def notes_of(notes: Names) -> Names:
@@ -64,15 +75,18 @@ def metrics_of(
             another record.
 
     Raises:
-        BadReply: more than `MOST_METRICS` metrics, or more than `MOST_NUMBERS` numbers in their lists.
+        BadReply: more than `MOST_METRICS` records or metrics, or more than `MOST_NUMBERS` numbers in their lists.
     """
+    if len(records) > MOST_METRICS:
+        raise BadReply(f"it has {len(records)} records of metrics; at most {MOST_METRICS} are allowed")
     if (count := sum(len(record) for record in records.values())) > MOST_METRICS:
         raise BadReply(f"it has {count} metrics; at most {MOST_METRICS} are allowed")
+    checked = set(covered)
     numbers: dict[str, float] = {}
     lists: dict[str, tuple[float, ...]] = {}
     not_finite: list[str] = []
     left = MOST_NUMBERS
-    for _, record in sorted(records.items(), key=lambda item: item[0] in covered):
+    for _, record in sorted(records.items(), key=lambda item: item[0] in checked):
         for raw, value in record.items():
             name = visible(raw, LONGEST_NAME)
             if isinstance(value, int | float) and _possible(name, value):

@@ -14,7 +14,7 @@ from blake3 import blake3
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord
 from pydantic import FailFast, Field, StrictBool, StrictInt, TypeAdapter, ValidationError
 
-from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS
+from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS, MOST_METRICS
 from tepal.exchange.layout import Names
 from tepal.exchange.manifest import PARTS, PROTOCOL, PROTOCOL_KEY, ProtocolError, json_of
 from tepal.exchange.parts import DIGEST_BYTES
@@ -102,9 +102,15 @@ class Header:
                 f"its header cannot be read ('missing' has {len(missing)} keys; at most {MOST_KEYS} are allowed)"
             )
         try:
-            return _headers().validate_python(data)
+            header = _headers().validate_python(data)
         except ValidationError as error:
             raise ProtocolError(f"its header cannot be read ({_first(error)})") from None
+        # The checksum reads the record of each name.
+        if (count := len(header.metrics)) > MOST_METRICS:
+            raise ProtocolError(f"its header names {count} records of metrics; at most {MOST_METRICS} are allowed")
+        if len(set(header.metrics)) < count:
+            raise ProtocolError("its header names a record of metrics twice")
+        return header
 
 
 def _without_secret(header: Mapping[str, Any]) -> dict[str, Any]:

@@ -173,7 +173,8 @@ class Packer:
     ) -> Packed:
         """The values of a part, or those that the client lacks."""
         if missing is not None:
-            sent = tuple(name for name in part.names if name in missing.get(part.id, ()))
+            lacking = set(missing.get(part.id, ()))
+            sent = tuple(name for name in part.names if name in lacking)
         else:
             sent = () if part.id in held else part.names
         data = self._pack(part, sent, wanted.values, wire) if sent else None

@@ -14,7 +14,7 @@ from logging import getLogger
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
-from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of
+from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of, reply_bytes
 from tepal.exchange.encodings import (
     AUTO,
     FIXED,
@@ -160,6 +160,7 @@ class Sender:
         self.encoding = encoding or Encoding()
         self.packer = Packer(self.encoding, references)
         self._warned = False  # of a budget that is too small
+        self._trees = 0  # that the reply to one of its messages has, at most
 
     def add_initial(self, tree: Tree, values: Arrays) -> None:
         """Let clients that introduce themselves make the initial values of a tree, see `tepal.exchange.initial`."""
@@ -182,6 +183,7 @@ class Sender:
                 all that the client does not hold, as in the first message.
         """
         plan, missing = outgoing.plan, missing or None
+        self._trees = max(self._trees, len(plan.returns))
         parcels: list[Parcel] = []
         arrays: dict[str, Array] = {}
         rounded: dict[tuple[Tree, str], Part] = {}
@@ -230,13 +232,15 @@ class Sender:
                 record[number] = array
             content[PARTS] = record
         content[self.settings_record] = ConfigRecord(dict(outgoing.settings))
-        sent_entries = tuple(parcel.sent for parcel in parcels if parcel.sent)
+        sent = tuple(parcel.sent for parcel in parcels if parcel.sent)
         keeps = tuple(parcel.part.id for parcel in parcels if parcel.keep and plan.action != INTRODUCE)
         replaces = tuple(parcel.base for parcel in parcels if parcel.base)
         share = share_left_out(left_out)
-        return content, Exchange(
-            write_id(content), outgoing, upload, sent_entries, rounded, keeps, replaces, share, in_budget
-        )
+        return content, Exchange(write_id(content), outgoing, upload, sent, rounded, keeps, replaces, share, in_budget)
+
+    def most_reply_bytes(self) -> int:
+        """The most bytes of a reply to one of the messages that were made."""
+        return reply_bytes(self.layout, self._trees)
 
     def _by_block(self, names: Names) -> dict[str, Names]:
         """The entries by the block that they are in; only blocks that have any."""

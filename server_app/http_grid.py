@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         self._sessions: dict[int, str] = {}  # node → when it was started
         self.moved_at = 0.0
         """Time at which the last object of a reply arrived (`time.monotonic`)."""
+        self._most_bytes: Callable[[], int] | None = None  # of a reply
         with contextlib.suppress(OSError, AttributeError):  # glibc would otherwise keep freed memory for each thread
             ctypes.CDLL(None).mallopt(_ARENAS, 1)
 
@@ -148,6 +149,10 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
                 time.sleep(pause)
         return replies
 
+    def limit_replies(self, most: Callable[[], int] | None) -> None:
+        """Refuse replies with more bytes than `most` returns when they are pulled. None: there is no limit."""
+        self._most_bytes = most
+
     def _find_announced(self, requested: Iterable[str]) -> None:
         """Ask the SuperLink which replies exist, in one request for all awaited ones: callers name one at a time."""
         # The SuperLink forgets what it has announced, and answers a second request for it with an error.
@@ -173,7 +178,10 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
                     self._awaited.pop(proto.metadata.reply_to_message_id, None)
 
     def _pull(self, message_id: str, reply_id: str) -> Message | None:
-        """Return a reply, None if it is incomplete, or Flower's error message if its sender did not finish it."""
+        """Return a reply, None if it is incomplete, or Flower's error message if its sender did not finish it.
+
+        It is also an error message if the reply is larger than allowed, or its objects do not fit together.
+        """
         pull_object = make_pull_object_fn_protobuf(self._runtime_client.PullObject, self.node, self.run.run_id)
 
         def pull(object_id: str) -> bytes:
@@ -188,13 +196,15 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         _give_back_memory()
         try:
             root = pull(reply_id)  # its last object, which is small: it fails quickly if the reply is incomplete
-            reply = fetch(root, reply_id, pull, quick(pull_objects))
+            most = self._most_bytes() if self._most_bytes else None
+            reply = fetch(root, reply_id, pull, quick(pull_objects), most)
         except ObjectUnavailableError:
             return None
         except ObjectPullError as error:
             with self._lock:
                 self._sent.pop(message_id, None)
-            reason = f"Reply message objects are unavailable: its sender did not finish the upload. {error}"
+            self._confirm(reply_id)  # or the SuperLink would keep its objects until the run ends
+            reason = f"The reply cannot be pulled: its sender did not finish the upload, or it is refused. {error}"
             metadata = Metadata(
                 run_id=self.run.run_id,
                 message_id="",
@@ -207,13 +217,17 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
                 created_at=time.time(),
             )
             return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
-        self._runtime_client.ConfirmMessageReceived(
-            ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=reply_id)
-        )
+        self._confirm(reply_id)
         # What the reply's own object says of it is its sender's, and was not compared with the message that it answers.
         reply.metadata.__dict__.update(_message_id=reply_id, _reply_to_message_id=message_id)
         self._learn(message_id, reply.has_error(), reads_single(root))
         return reply
+
+    def _confirm(self, reply_id: str) -> None:
+        """Let the SuperLink delete the objects of a reply."""
+        self._runtime_client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=reply_id)
+        )
 
     def _learn(self, message_id: str, failed: bool, reads: bool) -> None:
         """Remember whether the node that has replied reads messages in one object: the one that the message was for."""

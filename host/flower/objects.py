@@ -13,6 +13,7 @@ import hashlib
 import json
 import mmap
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -54,19 +55,47 @@ class ReleaseResponses:
         return response
 
 
-def fetch(root: bytes, object_id: str, pull: Pull, pull_all: PullAll) -> Message:
+class _Bytes:
+    """Counts the bytes of a message's objects and arrays. `most`: the limit; None if there is none."""
+
+    def __init__(self, object_id: str, most: int | None) -> None:
+        self._object_id, self._most = object_id, most
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """Raise ObjectPullError if the message has more bytes than the limit with these ones."""
+        with self._lock:
+            self._count += count
+            if self._most is not None and self._count > self._most:
+                reason = f"the message has at least {self._count:,} bytes; at most {self._most:,} are allowed"
+                raise ObjectPullError(self._object_id, reason)
+
+
+def fetch(root: bytes, object_id: str, pull: Pull, pull_all: PullAll, most: int | None = None) -> Message:
     """Pull all objects below the message's own object, which has this content and id, and assemble the message.
 
+    `most` limits the bytes of the message: of its records' objects, and of its arrays. The size of an array is counted
+    before memory is allocated for it.
+
     Raises what `pull` raises, ValueError if it is not a message, and ObjectPullError for an array whose chunks do not
-    fit together.
+    fit together, or for a message with more bytes than `most`.
     """
+    counted = _Bytes(object_id, most)
+    counted.add(len(root))
+
+    def pull_counted(each: str) -> bytes:
+        content = pull(each)
+        counted.add(len(content))
+        return content
+
     if (message := read_single(root)) is not None:
         return message
     contents = {object_id: root}
     arrays: list[str] = []
-    level = get_object_head_values_from_object_content(root)[1]
+    level = list(dict.fromkeys(get_object_head_values_from_object_content(root)[1]))
     while level:
-        received = pull_all(level, pull)
+        received = pull_all(level, pull_counted)
         contents |= received
         below: dict[str, None] = {}
         for each in level:
@@ -76,24 +105,28 @@ def fetch(root: bytes, object_id: str, pull: Pull, pull_all: PullAll) -> Message
             else:
                 below |= dict.fromkeys(children)
         level = [each for each in below if each not in contents]
-    objects: dict[str, InflatableObject] = {each: _array(contents[each], pull, pull_all) for each in arrays}
+    objects: dict[str, InflatableObject] = {
+        each: _array(contents[each], pull, pull_all, counted) for each in arrays
+    }
     return cast(Message, inflate_object_from_contents(object_id, contents, objects=objects))
 
 
-def _array(content: bytes, pull: Pull, pull_all: PullAll) -> Array:
+def _array(content: bytes, pull: Pull, pull_all: PullAll, counted: _Bytes) -> Array:
     described = json.loads(get_object_body(content, Array))
     _, ids, _ = get_object_head_values_from_object_content(content)
     chunks = [ids[number] for number in described["arraychunk_ids"]]
-    data = _assemble(chunks, pull, pull_all) if chunks else b""
+    data = _assemble(chunks, pull, pull_all, counted) if chunks else b""
     return Array(dtype=described["dtype"], shape=tuple(described["shape"]), stype=described["stype"], data=data)
 
 
-def _assemble(chunks: list[str], pull: Pull, pull_all: PullAll) -> bytes:
+def _assemble(chunks: list[str], pull: Pull, pull_all: PullAll, counted: _Bytes) -> bytes:
     """Return the bytes of these chunks in their order. All but the last have the same size; an id may occur twice."""
     first, last = chunks[0], chunks[-1]
     ends = pull_all(list({first: None, last: None}), pull)
     size = len(_body(ends[first]))
-    whole, buffer = new_bytes(size * (len(chunks) - 1) + len(_body(ends[last])))
+    length = size * (len(chunks) - 1) + len(_body(ends[last]))
+    counted.add(max(length, len(chunks)))  # chunks may be empty, or one chunk in many places
+    whole, buffer = new_bytes(length)
     places: dict[str, list[int]] = {}
     for number, chunk in enumerate(chunks):
         places.setdefault(chunk, []).append(number * size)

@@ -42,6 +42,7 @@ ATTEMPTS = 3
 """How often a round with too few replies is attempted, each time with a new cohort."""
 SEARCHES = 4
 """Merges that do not count in one round, after which it ends without any."""
+_MOST_RATE = 1e3
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 """Scores the model of a round on the server."""
@@ -97,6 +98,8 @@ class RoundRunner:
         self.trouble = ""
         """An error of the server itself, for the next report."""
         self._layout, self._segments, self._sender = model.layout, segments(model.layout, model.blocks), sender
+        if limit_replies := getattr(grid, "limit_replies", None):  # a grid that pulls them over a network
+            limit_replies(sender.most_reply_bytes)
         self._messenger = Messenger(grid, sender, self.ledger, weighted_by_key=weighted_by_key, accept=self._accept)
         expected: Mapping[str, int] | None = getattr(grid, "expected_names", None)
         self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes, expected)
@@ -378,9 +381,6 @@ class RoundRunner:
 def _names(clients: Sequence[str]) -> str:
     """The first names of a list, for a sentence."""
     return ", ".join(clients[:10]) + f" and {len(clients) - 10} more" * (len(clients) > 10)
-
-
-_MOST_RATE = 1e3
 
 
 def _mean_rate(messages: list[Outgoing], metrics: Mapping[str, Mapping[str, float]]) -> float | None:

@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tepal.exchange.bounds import MOST_METRICS
 from tepal.exchange.encodings import Wire
 from tepal.exchange.header import Header
 from tepal.exchange.manifest import PARTS, PROTOCOL, RECORD, Manifest, Parcel, ProtocolError, UnknownLayout
@@ -269,6 +270,18 @@ def test_very_many_wrong_values_are_refused_before_an_error_is_made_for_each():
     content = header_record(missing={f"{k:x}": 1 for k in range(100_000)})
     with pytest.raises(ProtocolError, match="'missing' has 100000 keys; at most 10000 are allowed"):
         Header.from_content(content)
+
+
+def test_a_header_names_few_records_of_metrics_and_each_once():
+    """The checksum reads the record of each name."""
+    names = [f"metrics-{k}" for k in range(MOST_METRICS + 1)]
+    assert Header.from_content(header_record(metrics=names[:-1])).metrics == tuple(names[:-1])
+    with pytest.raises(ProtocolError, match="names 201 records of metrics; at most 200 are allowed"):
+        Header.from_content(header_record(metrics=names))
+    with pytest.raises(ProtocolError, match="names 249996 records"):
+        Header.from_content(header_record(metrics=["m"] * 249_996), 10_000)
+    with pytest.raises(ProtocolError, match="names a record of metrics twice"):
+        Header.from_content(header_record(metrics=["m", "n", "m"]))
 
 
 def test_the_digest_of_what_an_answer_carries_tells_names_shapes_dtypes_order_and_trees_apart():

@@ -594,3 +594,14 @@ def test_a_client_that_is_sent_two_messages_has_its_base_once(tmp_path):
     packer.parcel(wanted(y), clients[0].held, {part.id: part.names})
     (one,) = references.of("model", "b", clients[0].held)
     assert one.holders == 1
+
+
+def test_what_is_missing_is_not_searched_again_for_every_entry():
+    class Listed(tuple):
+        def __contains__(self, name):
+            raise AssertionError("a long list was searched")
+
+    packer, x = Packer(Encoding(), None), model(0)
+    part = packer.parcel(wanted(x), ()).parcel.part
+    first, *_ = part.names
+    assert packer.parcel(wanted(x), (), {part.id: Listed([first, "of no part"])}).parcel.sent == (first,)

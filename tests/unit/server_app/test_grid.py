@@ -1,6 +1,7 @@
 """The grid that does not wait, over a runtime that hands out what has arrived so far."""
 
 import hashlib
+import re
 import threading
 import time
 
@@ -292,6 +293,26 @@ def test_a_reply_whose_upload_was_given_up_is_an_error_of_that_message(grid, run
     (came,) = quickly(lambda: grid.pull_messages(["m1"]))
     assert came.has_error() and came.error.code == ErrorCode.MESSAGE_UNAVAILABLE
     assert came.metadata.reply_to_message_id == "m1" and "did not finish the upload" in came.error.reason
+    assert runtime.confirmed == [reply.object_id]
+
+
+def test_a_reply_that_is_too_large_is_an_error_of_that_message_and_is_deleted(grid, runtime):
+    large, small = runtime.announce("m1", size=1000), runtime.announce("m2")
+    runtime.upload(large)
+    runtime.upload(small)
+    limits = [5000]
+    grid.limit_replies(lambda: limits[0])
+    came, other = quickly(lambda: grid.pull_messages(["m1", "m2"]))
+    assert came.error.code == ErrorCode.MESSAGE_UNAVAILABLE and came.metadata.reply_to_message_id == "m1"
+    assert re.search(r"has at least [5-9],\d{3} bytes; at most 5,000 are allowed", came.error.reason)
+    assert not other.has_error() and runtime.confirmed == [large.object_id, small.object_id]
+    assert not grid._announced and not grid._awaited
+    limits[0] = 50_000
+    runtime.upload(runtime.announce("m3", size=1001))
+    assert not quickly(lambda: grid.pull_messages(["m3"]))[0].has_error()
+    grid.limit_replies(None)
+    runtime.upload(runtime.announce("m4", size=100_000))
+    assert not quickly(lambda: grid.pull_messages(["m4"]))[0].has_error()
 
 
 def test_send_and_receive_comes_back_with_the_last_reply_or_at_its_limit(grid, runtime, monkeypatch):

@@ -1,6 +1,7 @@
 """Messages taken apart and put together, against Flower's own way of doing it."""
 
 import gc
+import json
 import weakref
 
 import httpx
@@ -14,8 +15,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepal.host.flower.objects import ReleaseResponses, fetch, hash_chunks, push, tree_of
-from tepal.host.flower.single import plain
+from tepal.host.flower import objects
+from tepal.host.flower.objects import ReleaseResponses, fetch, hash_chunks, new_bytes, push, tree_of
+from tepal.host.flower.single import plain, written
 
 CHUNK = 64
 
@@ -95,6 +97,68 @@ def test_chunks_of_another_size_are_refused():
     contents[second] = b"ArrayChunk  4\x00abc"
     with pytest.raises(ValueError, match="of 3 bytes, expected a chunk of an array of 4 bytes"):
         fetch(contents[sent.object_id], sent.object_id, contents.__getitem__, pull_objects)
+
+
+def described_anew(sent: Message, places: list[int]) -> dict[str, bytes]:
+    """The message's objects with another list of chunks in the description of its array, under the ids of before."""
+    contents = contents_of(sent)
+    array_id = sent.content["arrays"]["0"].object_id
+    head, _, body = contents[array_id].partition(b"\x00")
+    kind, children, _ = head.split(b" ")
+    body = json.dumps(json.loads(body) | {"arraychunk_ids": places}).encode()
+    contents[array_id] = b" ".join([kind, children, str(len(body)).encode()]) + b"\x00" + body
+    return contents
+
+
+@pytest.mark.parametrize("data", [bytes(CHUNK), b""], ids=["full", "empty"])
+def test_a_chunk_in_many_places_is_refused_before_memory_is_allocated(monkeypatch, data):
+    allocated = []
+    monkeypatch.setattr(objects, "new_bytes", lambda size: allocated.append(size) or new_bytes(size))
+    sent = message(b"x" * CHUNK)
+    contents = described_anew(sent, [0] * 5000)
+    (chunk,) = (object_id for object_id, content in contents.items() if content.startswith(b"ArrayChunk"))
+    contents[chunk] = b"ArrayChunk  %d\x00" % len(data) + data
+    counted = sum(len(content) for content in contents.values() if not content.startswith(b"ArrayChunk"))
+    size = counted + max(5000 * len(data), 5000)
+    with pytest.raises(ObjectPullError, match=f"at least {size:,} bytes; at most {size - 1:,} are allowed"):
+        fetch(contents[sent.object_id], sent.object_id, contents.__getitem__, pull_objects, size - 1)
+    assert not allocated
+    came = fetch(contents[sent.object_id], sent.object_id, contents.__getitem__, pull_objects, size)
+    assert came.content["arrays"]["0"].data == data * 5000
+
+
+def test_the_arrays_and_records_of_a_message_are_counted_together():
+    sent = message(bytes(range(200)), b"x" * 500)
+    sent.content["config"]["long"] = "y" * 300
+    contents = contents_of(sent)
+    size = 700 + sum(len(content) for content in contents.values() if not content.startswith(b"ArrayChunk"))
+    fetch(contents[sent.object_id], sent.object_id, contents.__getitem__, pull_objects, size)
+    for most in (0, 10, 400, 700, size - 1):
+        with pytest.raises(ObjectPullError, match=f"at most {most:,} are allowed"):
+            fetch(contents[sent.object_id], sent.object_id, contents.__getitem__, pull_objects, most)
+
+
+def test_no_more_objects_are_pulled_when_a_message_is_too_large():
+    records = {str(k): ConfigRecord({"text": f"{k:03}" * 100}) for k in range(200)}
+    sent, pulled = Message(RecordDict(records), dst_node_id=1, message_type="train"), []
+    contents = contents_of(sent)
+
+    def pull(object_id):
+        pulled.append(object_id)
+        return contents[object_id]
+
+    most = len(contents[sent.object_id]) + 20_000
+    with pytest.raises(ObjectPullError, match="at most"):
+        fetch(contents[sent.object_id], sent.object_id, pull, pull_objects, most)
+    assert len(pulled) < 150
+
+
+def test_a_message_in_one_object_is_counted_too():
+    sent = message(b"x" * 100)
+    root = written(sent, single=True)
+    assert fetch(root.content, root.object_id, {}.__getitem__, pull_objects, len(root.content)).content == sent.content
+    with pytest.raises(ObjectPullError, match="at most 50 are"):
+        fetch(root.content, root.object_id, {}.__getitem__, pull_objects, 50)
 
 
 def test_what_is_no_message_is_refused():

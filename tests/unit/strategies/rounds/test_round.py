@@ -10,8 +10,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from tepal.exchange import partial_exchange
+from tepal.exchange.bounds import reply_bytes
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.header import Header
+from tepal.exchange.layout import Layout
 from tepal.exchange.manifest import PARTS, RECORD
 from tepal.exchange.mod import PartialExchange
 from tepal.exchange.parts import listed, pack, shapes_of
@@ -420,3 +422,13 @@ def test_a_node_is_known_by_the_id_that_it_was_given_until_it_is_removed():
     assert grid.get_node_ids() == [*before, added]
     grid.remove(added)
     assert grid.get_node_ids() == before
+
+
+def test_a_grid_that_limits_replies_is_told_how_large_one_may_be():
+    class Limiting(InProcessGrid):
+        def limit_replies(self, most):
+            self.most = most
+
+    grid = Limiting([Node(numpy_app(), {"partition-id": k}) for k in range(2)])
+    start(FedAvg(), grid)
+    assert grid.most() == reply_bytes(Layout.of_arrays(START), 1)
