@@ -51,10 +51,8 @@ class Range:
 
     def at(self, share: float) -> Value:
         """The number at this share of the range, from 0 to 1."""
-        if self.log:
-            found = self.low * (self.high / self.low) ** share
-        else:
-            found = self.low + share * (self.high - self.low)
+        wide = self.high - self.low
+        found = self.low * (self.high / self.low) ** share if self.log else self.low + share * wide
         if self.whole:
             step = int(self.step or 1)
             return int(self.low + round((found - self.low) / step) * step)

@@ -136,6 +136,7 @@ _SEEN = (
     "instead of ten"
 )
 _OTHERS_AT = f"α = .1 and .5 for FedAvg and FedFrozen only, the other methods at {SEARCHED}."
+_ALIKE = " The first five trials of a search are spread evenly over the ranges, with the same rates for all methods."
 _MOMENTUM = (
     "As in the paper, --full trains SCAFFOLD with momentum .9, with which its control variates are not those of its "
     "own paper; FedAvg with SGD has it, too. The small setting has none."
@@ -210,9 +211,7 @@ class FedFrozenVision(Experiment):
             "The learning rate of every method, and its own options, are found by the same number of trials of "
             f"Optuna's TPE sampler at α = {SEARCHED}, on training images that the results do not have, and scored on "
             f"{kind.small.validation:,} further ones. The paper has one rate for all, and does not say how it was "
-            "found."
-            + " The first five trials of a search are spread evenly over the ranges, with the same rates for all methods."
-            * kind.small.alike,
+            f"found.{_ALIKE * kind.small.alike}",
             "Differences are paired by seed; intervals are Student's at 95 %. Over all α, the difference of a "
             "seed is its mean over the values of α. The paper has one seed.",
             f"T_warm is {', '.join(map(str, kind.warmups))} of 10 rounds by α, as in the paper. The margin of {WITHIN} "
