@@ -56,7 +56,11 @@ class RoundConfig(BaseModel):
     num_server_rounds: int = Field(20, ge=1, description="rounds of the run")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of the available clients that train in a round")
     fraction_evaluate: float = Field(
-        1.0, ge=0, le=1, description="share of the clients that score the final model on their test examples; 0: none"
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the clients that score a model on their test examples in a message of its own: the "
+        "final one, and with score-in-training=false that of every round; 0: none",
     )
     evaluate_every: int = Field(
         1,
