@@ -39,8 +39,7 @@ def strategies() -> str:
     for name, one in STRATEGIES.items():
         lines.append(f"| [`{name}`](#{name}) | {one.does} | {one.transfers} | {one.paper} |")
     for name, one in STRATEGIES.items():
-        paper = one.paper[:1].upper() + one.paper[1:]
-        lines += ["", f"## {name}", "", f"`{one.strategy.__name__}`: {one.does}. {paper}."]
+        lines += ["", f"## {name}", "", f"`{one.strategy.__name__}`: {one.does}. {one.paper}."]
         if fields := one.options.model_fields.values():
             lines += _table(fields)
     return "\n".join(lines) + "\n"

@@ -46,7 +46,7 @@ class NullMerger(ModelMerger[ModelState]):
     "local",
     title="Local training",
     does="each client trains alone",
-    paper="the lower bound of personalisation",
+    paper="The lower bound of personalisation",
     transfers="P down once, nothing up",
     result="the initial model, from which every client trained its own",
 )
