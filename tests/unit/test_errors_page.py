@@ -35,7 +35,7 @@ def test_every_class_of_the_table_is_imported_from_its_module_and_has_the_base_i
 
 
 def test_the_classes_said_to_be_a_runtime_error_are_those_that_are():
-    said = re.search(r"Most are a `ValueError`\.(.*?) are a\s`RuntimeError`", PAGE, re.DOTALL)[1]
+    said = re.search(r"Most are a `ValueError`\.(.*?)\sare a\s`RuntimeError`", PAGE, re.DOTALL)[1]
     found = {getattr(importlib.import_module(f"tepal.{module}"), name) for name, base, module in TABLE if not base}
     assert set(re.findall(r"`(\w+)`", said)) == {error.__name__ for error in found if issubclass(error, RuntimeError)}
 
