@@ -221,7 +221,7 @@ def started(
         try:
             yield process
         finally:
-            with _signals_postponed():
+            with signals_postponed():
                 process.stop(grace)
 
 
@@ -246,7 +246,7 @@ def _guarded(token: str, folder: Path | None) -> Iterator[None]:
     try:
         yield
     finally:
-        with _signals_postponed():
+        with signals_postponed():
             guard.communicate(_CLEANED_UP)
 
 
@@ -375,7 +375,7 @@ def exit_on_signals() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _signals_postponed() -> Iterator[None]:
+def signals_postponed() -> Iterator[None]:
     """Postpone signals until the end of the block: a second Ctrl-C must not interrupt the stopping of processes."""
     waiting: list[int] = []
     try:

@@ -7,6 +7,8 @@ from contextlib import contextmanager, suppress
 from threading import Lock, Timer
 from typing import Any, NamedTuple
 
+from tepal.host.processes import signals_postponed
+
 _IDLE = 10.0  # seconds after which an actor that has no job is ended, so that others can have its cores
 _CHECKING = 60.0  # the same of one that was made ahead of its job: the command still checks its settings
 _ANSWER = 5.0  # seconds until an actor without a job must answer
@@ -115,8 +117,9 @@ def end(actor: Any, *, stop: bool = True) -> None:
     """End an actor, and with `stop` first its job's process and files."""
     import ray
 
-    if stop:
+    with signals_postponed():  # a second Ctrl-C would leave the files
+        if stop:
+            with suppress(Exception):
+                ray.get(actor.stop.remote(), timeout=_ENDING)
         with suppress(Exception):
-            ray.get(actor.stop.remote(), timeout=_ENDING)
-    with suppress(Exception):
-        ray.kill(actor)
+            ray.kill(actor)

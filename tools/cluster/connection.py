@@ -198,6 +198,7 @@ def connected(address: str, cpus: float | None = None, gpus: float = 0, memory: 
         nodes = _nodes()
         with exit_on_signals(), Inputs() as inputs:  # Ray has set a handler for SIGTERM, and none for SIGHUP
             cluster = Cluster(address, Resources(1.0 if cpus is None else cpus, gpus, memory), nodes, inputs)
+            inputs.stopped = cluster.stopped
             if not cluster.at_once:
                 asked = f"--cpus {cluster.job.cpus:g} --gpus {gpus:g}{f' --memory {memory:g}' if memory else ''}"
                 values = zip(*map(astuple, nodes), strict=True)

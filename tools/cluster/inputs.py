@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 
 import tepal
 from tepal.exchange.secret import own_secret
 from tepal.host.superlink import stage_app
 from tepal.tools.cluster.machine import Size, digest_of, files_below, size_of
+from tepal.tools.simulation.engine import RunStopped
 from tepal.tools.simulation.running import cache_in
 
 _LEFT_OUT = ("__pycache__", "*.pyc")
@@ -51,7 +52,9 @@ class Inputs:
     def __init__(self) -> None:
         self._copies, self._known, self._reading = ExitStack(), dict[tuple[str, Path], Input](), Lock()
         self._sending, self._looking = dict[object, Lock](), Lock()
-        self.code = _code(self._copy("code"))
+        self.stopped = Event()
+        """Once it is set, no further file is read: large ones take minutes."""
+        self.code = self._input(_code(self._copy("code")), "the code")
 
     def __enter__(self) -> Inputs:
         return self
@@ -65,7 +68,7 @@ class Inputs:
 
     def of(self, path: Path) -> Input:
         """A file or a folder, by its own name. Raises OSError if it cannot be read."""
-        return self._read("", path, _of)
+        return self._read("", path, self._of)
 
     def sending(self, place: object) -> Lock:
         """A lock for sending inputs to a machine: a second job waits, and then finds what the first one has sent."""
@@ -85,27 +88,29 @@ class Inputs:
     def _of_app(self, app: Path) -> Input:
         copy = self._copy("app")
         stage_app(app, copy)
-        return _input(files_below(copy), "the app")
+        return self._input(files_below(copy), "the app")
+
+    def _of(self, path: Path) -> Input:
+        files = {path.name: path} if path.is_file() else {
+            f"{path.name}/{name}": file for name, file in files_below(path).items()
+        }  # fmt: skip
+        if not files:
+            raise FileNotFoundError(f"{path} is empty, or is no file or folder")
+        return self._input(files, path.name, path.name)
+
+    def _input(self, files: Mapping[str, Path], what: str, entry: str = "") -> Input:
+        return Input(digest_of(files, self._look), files, what, entry)
+
+    def _look(self) -> None:
+        if self.stopped.is_set():
+            raise RunStopped
 
 
-def _of(path: Path) -> Input:
-    files = {path.name: path} if path.is_file() else {
-        f"{path.name}/{name}": file for name, file in files_below(path).items()
-    }  # fmt: skip
-    if not files:
-        raise FileNotFoundError(f"{path} is empty, or is no file or folder")
-    return _input(files, path.name, path.name)
-
-
-def _code(copy: Path) -> Input:
-    """The package `tepal`."""
+def _code(copy: Path) -> Mapping[str, Path]:
+    """A copy of the package `tepal`."""
     package = Path(tepal.__file__).parent
     shutil.copytree(package, copy / "tepal", ignore=shutil.ignore_patterns(*_LEFT_OUT))
-    return _input(files_below(copy), "the code")
-
-
-def _input(files: Mapping[str, Path], what: str, entry: str = "") -> Input:
-    return Input(digest_of(files), files, what, entry)
+    return files_below(copy)
 
 
 def caches_for(kept: Path | None, runs: Path) -> Path:

@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.metadata import PackageNotFoundError, version
@@ -55,6 +55,7 @@ _REMOVED = ".removed-"
 _KEPT = 7 * 24 * 3600.0  # seconds after which an input that no job used is removed
 _OLD = 300.0  # seconds after which an actor does no other job
 _PAUSE = 0.01  # seconds between two looks for a change
+_BLOCK = 2**20  # bytes that are read at once
 _GRACE = 8.0  # seconds between SIGTERM and SIGKILL of a job's process
 
 Size = tuple[int, int]
@@ -95,6 +96,7 @@ class Machine:
         self._process: subprocess.Popen[bytes] | None = None
         self._begun, self._made = False, time.monotonic()
         self._starting, self._completing = threading.Lock(), threading.Lock()
+        self._writing, self._stopped = threading.Lock(), False
 
     def _take_folders(self) -> None:
         base = Path(tempfile.gettempdir())
@@ -131,8 +133,10 @@ class Machine:
 
     def write_input(self, digest: str, parts: Sequence[tuple[str, int, bytes]]) -> None:
         """Write parts of an input's files: path, offset and content of each."""
-        for path, offset, content in parts:
-            _write(self._partial / digest / path, content, offset)
+        with self._writing:  # a call may be late, or repeated, when the job is stopped
+            for path, offset, content in parts:
+                if not self._stopped:
+                    _write(self._partial / digest / path, content, offset)
 
     def complete_input(self, digest: str) -> None:
         """Take an input whose files are written into the store."""
@@ -276,6 +280,8 @@ class Machine:
 
     def stop(self) -> None:
         """End the process, and remove the job's files."""
+        with self._writing:
+            self._stopped = True
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -299,12 +305,19 @@ def versions() -> dict[str, str]:
     return {"python": python_version(), **{package: of(package) for package in _COMPARED}}
 
 
-def digest_of(files: Mapping[str, Path]) -> str:
-    """Digest of an input: of the names and contents of its files, relative path → file."""
+def digest_of(files: Mapping[str, Path], look: Callable[[], object] = lambda: None) -> str:
+    """Digest of an input: of the names and contents of its files, relative path → file.
+
+    `look` is called again and again meanwhile; what it raises ends the reading.
+    """
     whole = hashlib.sha256()
     for name, path in sorted(files.items()):
+        content = hashlib.sha256()
         with path.open("rb") as file:
-            whole.update(f"{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+            while block := file.read(_BLOCK):
+                look()
+                content.update(block)
+        whole.update(f"{name}\0{content.hexdigest()}\n".encode())
     return whole.hexdigest()[:32]
 
 

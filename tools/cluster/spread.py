@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tepal.host.files import locked, new_log, replacing
+from tepal.host.processes import signals_postponed
 from tepal.host.request_files import ARRAYS, CRASHED, END, GONE, READY, REPLIES, REQUESTS
 from tepal.host.superlink import EndedRun, Listener, RunError
 from tepal.host.toml import Value, parse_run_config
@@ -169,6 +170,10 @@ class _Workers:
 
     def end(self) -> None:
         """End the jobs. A client that still trains is not waited for, and neither is a machine with room."""
+        with signals_postponed():  # after a second Ctrl-C the folder would be removed before its threads have ended
+            self._end()
+
+    def _end(self) -> None:
         for folder in self._folders[: len(self._threads)]:
             (folder / END).touch()
         end = time.monotonic() + _GRACE

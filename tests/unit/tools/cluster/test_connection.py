@@ -134,7 +134,7 @@ def ray(monkeypatch):
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", made)
     monkeypatch.setattr(connection, "find_spec", lambda name: made)
-    monkeypatch.setattr(inputs_module, "_code", lambda _copy: None)
+    monkeypatch.setattr(inputs_module, "_code", lambda _copy: {})
     return made
 
 

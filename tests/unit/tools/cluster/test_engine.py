@@ -45,7 +45,7 @@ def jobs(monkeypatch):
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(inputs_module, "_code", lambda _copy: None)
+    monkeypatch.setattr(inputs_module, "_code", lambda _copy: {})
     monkeypatch.delenv("TEPAL_CACHE", raising=False)
     with Inputs() as inputs:
         cluster = SimpleNamespace(

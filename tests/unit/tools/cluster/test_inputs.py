@@ -11,6 +11,7 @@ import tepal
 from tepal.tools.cluster import inputs as inputs_module
 from tepal.tools.cluster.inputs import Inputs, calls_of
 from tepal.tools.own_app import own_app
+from tepal.tools.simulation.engine import RunStopped
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +50,19 @@ def test_what_cannot_be_read_is_refused(inputs, tmp_path, name):
 def test_each_is_read_once(inputs, tmp_path, monkeypatch):
     (tmp_path / "x").write_text("once")
     read, real = [], inputs_module.digest_of
-    monkeypatch.setattr(inputs_module, "digest_of", lambda files: read.append(sorted(files)) or real(files))
+    monkeypatch.setattr(inputs_module, "digest_of", lambda files, _: read.append(sorted(files)) or real(files))
     assert inputs.of(tmp_path / "x") is inputs.of(tmp_path / "x") and read == [["x"]]
     assert inputs.of_app(own_app()) is inputs.of_app(own_app()) and len(read) == 2
+
+
+def test_a_large_file_is_read_no_further_once_the_command_is_stopped(tmp_path):
+    path, read = tmp_path / "large.npz", []
+    path.write_bytes(bytes(10 * 2**20))
+    with Inputs() as inputs:
+        whole, inputs._look = inputs._look, lambda: (read.append(1), len(read) == 3 and inputs.stopped.set(), whole())
+        with pytest.raises(RunStopped):
+            inputs.of(path)
+    assert len(read) == 3, "of ten parts"
 
 
 def test_the_code_is_the_package_without_what_python_compiles(inputs):

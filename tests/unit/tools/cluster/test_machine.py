@@ -229,6 +229,14 @@ time.sleep(60)
 """
 
 
+def test_a_part_that_comes_late_leaves_nothing_after_the_end(temporary):
+    one = Machine()
+    of = send(one, FILES)
+    one.stop()
+    one.write_input(of, [("a/b.bin", 0, b"late")])
+    assert [path.name for path in temporary.rglob("*")] == [Path(one.place()[2]).name]
+
+
 def test_folders_of_killed_jobs_are_removed_and_those_of_living_ones_not(temporary):
     living = Machine()
     living.write_file("trial/x", 0, b"x")

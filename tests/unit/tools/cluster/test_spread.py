@@ -72,7 +72,7 @@ def jobs(monkeypatch):
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(inputs_module, "_code", lambda _copy: None)
+    monkeypatch.setattr(inputs_module, "_code", lambda _copy: {})
     monkeypatch.setattr(spread_module, "ProcessEngine", Server)
     monkeypatch.setattr(Server, "does", staticmethod(lambda folder: None))
     monkeypatch.delenv("TEPAL_CACHE", raising=False)
