@@ -124,9 +124,11 @@ class References:
             held: id of a part → the number of clients that have it, as they reported.
             initial: ids of parts that a client may make itself, which are not forgotten here.
         """
-        self._round = number
+        resumed, self._round = self._round == 0, number
         for reference in list(self._found.values()):
             reference.holders = held.get(reference.id, 0)
+            if resumed and reference.holders:  # when it was used last is not in its file
+                reference.used = max(reference.used, number - 1)
             if not reference.holders and reference.used < number - 1 and reference.id not in initial:
                 self._forget(reference)
 

@@ -200,7 +200,7 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
             reply = fetch(root, reply_id, pull, quick(pull_objects), most)
         except ObjectUnavailableError:
             return None
-        except ObjectPullError as error:
+        except (ObjectPullError, ValueError, LookupError, TypeError) as error:  # all but the first: it is no message
             with self._lock:
                 self._sent.pop(message_id, None)
             self._confirm(reply_id)  # or the SuperLink would keep its objects until the run ends

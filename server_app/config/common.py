@@ -102,7 +102,11 @@ class RoundConfig(BaseModel):
         3600.0, gt=0, description="deadline of a round's training, and of an evaluation, in seconds"
     )
     max_weight_share: float = Field(
-        0.5, gt=0, le=1, description="largest share of one client in the weights of a round with three or more clients"
+        0.5,
+        gt=0,
+        le=1,
+        description="largest share of one client in the weights of the replies that are merged, if they are three or "
+        "more",
     )
     schedule: Literal["cosine", "constant"] = Field("cosine", description="course of the learning rate over the rounds")
     client_settings: str = Field(

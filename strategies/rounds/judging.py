@@ -47,6 +47,7 @@ class Judge:
         self.folder = folder
         self._weights: dict[str, int] = {}  # of the replies that were yielded in this round, before they are limited
         self._sum = 0  # of these weights
+        self._withdrawn = 0  # the number of replies that were yielded and could not be merged
 
     def judged(
         self, replies: Iterable[Reply], plans: Mapping[str, Plan], starts: Callable[[str, Tree], Arrays]
@@ -70,7 +71,9 @@ class Judge:
             return clipped(reply, plan, starts(reply.client, plan.model), ratio)
 
         plausible = self._plausible(replies, plans)
-        for reply in self._weighted(plausible, self.share if len(plans) >= FEWEST else 1.0):
+        bounded = len(plans) >= FEWEST
+        alike = bounded and self.share * len(plans) <= 1
+        for reply in self._weighted(plausible, self.share if bounded else 1.0, alike=alike):
             judged = reply if isinstance(reply, Refused) else scaled(reply)
             del reply  # it may be as large as the model, and the next one arrives now
             yield judged
@@ -82,15 +85,19 @@ class Judge:
         Those that were yielded before keep their weights.
         """
         self._sum -= self._weights.pop(client, 0)
+        self._withdrawn += 1
 
-    def _weighted(self, replies: Iterable[Reply | Refused], share: float) -> Iterator[Reply | Refused]:
+    def _weighted(
+        self, replies: Iterable[Reply | Refused], share: float, *, alike: bool
+    ) -> Iterator[Reply | Refused]:
         """Yield each reply with its weight in the round, which depends on the weights alone, not on their order.
 
         Replies may be lost, and a client may answer with fewer examples than it introduced itself with: only the
         weights that came count. A weight w need not be cut if w ≤ share · Σ_i min(w_i, w) over them. The sum only grows
         as others come, so a reply is yielded once this holds, and never has to be cut later. Fewer than 1 / share
         replies wait at any time: if j do, and w is the least of their weights, the sum is at least j·w. As w / Σ_i
-        min(w_i, w) grows with w, they are the heaviest. In the end they are cut to `weight_limit`.
+        min(w_i, w) grows with w, they are the heaviest. In the end they are cut to `weight_limit`. If the share is so
+        small that all weights must be equal, they are 1, and none waits.
         """
         self._weights, self._sum = {}, 0
         numerator, denominator = share.as_integer_ratio()  # integers have no rounding errors
@@ -98,6 +105,9 @@ class Judge:
         for reply in replies:
             if isinstance(reply, Refused):
                 yield reply
+                continue
+            if alike:
+                yield self._entered(replace(reply, examples=1), math.inf)
                 continue
             weights = [*(other.examples for other in waiting), reply.examples]
             sums = [self._sum + sum(min(other, weight) for other in weights) for weight in weights]
@@ -107,7 +117,11 @@ class Judge:
             ready = [each for each, now in zip(waiting, fits, strict=True) if now]
             waiting = [each for each, now in zip(waiting, fits, strict=True) if not now]
             while ready:
-                yield self._entered(ready.pop(0), math.inf)
+                first, withdrawn = ready.pop(0), self._withdrawn
+                yield self._entered(first, math.inf)
+                del first
+                if self._withdrawn > withdrawn:  # it could not be merged: the others may not fit without it
+                    waiting, ready = [*ready, *waiting], []
         waiting.sort(key=_weight)
         while waiting:
             limit = weight_limit([*self._weights.values(), *(each.examples for each in waiting)], self.share)

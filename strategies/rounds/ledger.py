@@ -40,7 +40,7 @@ class ClientLedger:
     def __init__(self, keep: int = 0) -> None:
         self._keep = keep
         self._held: dict[str, frozenset[str]] = {}  # the last to report is last
-        self._ids = 0  # of all of them
+        self._ids, self._told = 0, False  # of all of them; whether it was said that there are too many
         self._has_layout: dict[str, bool] = {}  # not in checkpoints: a resumed run sends the layout again
         self._current: dict[str, str] = {}
         self._restorable: list[Mapping[str, str]] = []  # `_current` at each checkpoint, the oldest first
@@ -77,6 +77,9 @@ class ClientLedger:
         self._held[client] = found = frozenset(islice(filter(_PART_ID.fullmatch, parts), MOST_PARTS))
         self._ids += len(found)
         while self._ids > MOST_HELD and len(self._held) > 1:
+            if not self._told:
+                log.warning("More than %d cached parts of clients are known: the oldest are sent again.", MOST_HELD)
+                self._told = True
             self._ids -= len(self._held.pop(next(iter(self._held))))
 
     def stored_layout(self, client: str, stored: bool) -> None:

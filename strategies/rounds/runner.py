@@ -114,6 +114,8 @@ class RoundRunner:
     def close(self) -> None:
         """Receive no further replies."""
         self._messenger.close()
+        if limit_replies := getattr(self._messenger.grid, "limit_replies", None):  # the grid is the app's
+            limit_replies(None)
 
     def add_initial(self, starts: Mapping[Tree, Arrays]) -> None:
         """Let clients make these initial values, by tree."""

@@ -136,7 +136,10 @@ _SEEN = (
     "instead of ten"
 )
 _OTHERS_AT = f"α = .1 and .5 for FedAvg and FedFrozen only, the other methods at {SEARCHED}."
-_ALIKE = " The first five trials of a search are spread evenly over the ranges, with the same rates for all methods."
+_ALIKE = (
+    " The first five trials of a search are spread evenly over the ranges, with the same rates for all methods of one "
+    "optimizer."
+)
 _MOMENTUM = (
     "As in the paper, --full trains SCAFFOLD with momentum .9, with which its control variates are not those of its "
     "own paper; FedAvg with SGD has it, too. The small setting has none."

@@ -529,3 +529,30 @@ def test_clients_that_have_left_do_not_displace_the_references_of_those_that_are
         if number <= 5 * departed and number % 5 == 0:
             give(f"left in {number}")
     assert lacking <= 5, "of 200 messages; before, 69 had the whole part"
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_all_clients_have_is_not_forgotten_for_want_of_room_after_a_run_is_resumed(tmp_path, resumed):
+    """A frozen block that was sent long ago, and room for one more reference."""
+    references, rng = References(tmp_path, 0.033), np.random.default_rng(0)
+    parts = {}
+
+    def give(block, fine):
+        values = {block: rng.standard_normal(2500).astype(np.float32)}
+        part = Part("model", block, (block,), (digest(values[block]),))
+        references.sent(part, "target", values, fine=fine)
+        parts[block] = part.id
+
+    references.begin(1, {})
+    give("frozen", fine=True)
+    for number in range(2, 101):
+        references.begin(number, dict.fromkeys(parts.values(), 20))
+        give("rest", fine=False)
+        for one in references.of("model", "frozen", parts.values()):
+            references.used(one)
+    if resumed:
+        references = References(tmp_path, 0.033)
+    references.begin(101, dict.fromkeys(parts.values(), 20))
+    give("rest", fine=False)
+    give("other", fine=False)
+    assert references.has("model", "frozen", parts["frozen"])

@@ -365,7 +365,7 @@ def test_a_client_catches_up_after_a_lost_reply_and_a_lost_cache(cache_folder, d
 
     strategy = FedAvg(encoding=Encoding(dtype, dtype), fraction_evaluate=0)
     grid = Grid([Node(moving_app(seen), {"partition-id": k}) for k in (0, 1)], spoil=spoil)
-    _, history = rounds_of(strategy, grid, 8, timeout=1)
+    _, history = rounds_of(strategy, grid, 8, timeout=4)
     assert [len(report.replied) for report in history] == [2, 2, 1, 2, 2, 2, 2, 2]
     assert [report.resent for report in history] == [0, 0, 0, 1, 0, 1, 0, 0], "from older values, and the whole"
     apart = [np.abs(seen[0, number, "train"]["w"] - seen[1, number, "train"]["w"]).max() for number in range(1, 9)]

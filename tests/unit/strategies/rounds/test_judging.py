@@ -127,6 +127,23 @@ def test_what_could_not_be_merged_does_not_raise_the_limit_of_others():
     assert found == {"a": 100, "b": 100, "heavy": 200}
 
 
+def test_a_reply_that_is_ready_is_judged_again_if_the_one_before_it_could_not_be_merged():
+    """x and y fit together, and y does not fit alone."""
+    replies = [("x", 1000), ("y", 1000), ("c", 1), ("d", 1), ("e", 1)]
+    judge, found = judge_of(0.5), {}
+    for reply in judge.judged((reply_of(*one) for one in replies), plans_of("xycde"), lambda client, tree: {}):
+        if reply.client == "x":
+            judge.not_merged("x")
+        else:
+            found[reply.client] = reply.examples
+    assert found == {"c": 1, "d": 1, "e": 1, "y": 3}
+
+
+def test_where_all_must_weigh_the_same_none_waits():
+    found, most = weights_of([(f"c{k}", 10**k) for k in range(10)], 0.02, lost=30)
+    assert set(found.values()) == {1} and most == 0
+
+
 # ---- blocks whose usual norm is not known ----------------------------------------------------------------------------
 
 

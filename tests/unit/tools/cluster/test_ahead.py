@@ -81,7 +81,7 @@ def test_a_job_waits_for_a_place_that_is_not_ready_yet_and_none_for_more_than_we
     ahead, cluster, tmp_path, monkeypatch
 ):
     ready = threading.Event()
-    ray = fake(monkeypatch, lambda actor, name, _: ready.wait(20) and None if name == "place" else None)
+    ray = fake(monkeypatch, lambda actor, name, _: ready.wait(120) and None if name == "place" else None)
     ahead.start(1)
     told = []
     waiting = threading.Thread(target=ahead.wait_for_one, args=[lambda *event: told.append(event)])
@@ -115,7 +115,7 @@ def test_whichever_place_is_ready_first_is_the_next_jobs(ahead, cluster, tmp_pat
 
     def fate(actor, name, _arguments):
         if (actor.number, name) == (0, "place"):
-            ready.wait(20)
+            ready.wait(120)
 
     ray = fake(monkeypatch, fate)
     ahead.start(2)
