@@ -540,7 +540,7 @@ def test_what_all_clients_have_is_not_forgotten_for_want_of_room_after_a_run_is_
     def give(block, fine):
         values = {block: rng.standard_normal(2500).astype(np.float32)}
         part = Part("model", block, (block,), (digest(values[block]),))
-        references.sent(part, "target", values, fine=fine)
+        references.sent(part, target(1), values, fine=fine)
         parts[block] = part.id
 
     references.begin(1, {})
