@@ -22,7 +22,7 @@ from tepal.tools.deploy.provision.site_files import node_config_of
 from tests.unit.fuzz.decoders import DECODERS
 
 CORPUS = Path(__file__).parent / "corpus"
-FEW, MANY = 40, 9000
+FEW, MANY = 40, 4000
 SECONDS, BYTES = 5.0, 2_000_000_000  # for one input
 
 
