@@ -159,22 +159,22 @@ What each method reaches and costs on real data, in short federated runs of smal
 The first four experiments start from [weights that come with Tepal](models.md#weights-that-come-with-tepal), with five
 seeds. The learning rate of each variant is the best of a search on the clients’ own tests, with another seed and the
 same number of trials for each (`conf/search`, [how to search](simulation.md#searching-for-settings)), with one
-exception: on CIFAR-10, where the search left FedAvg and FedFrozen with .001 and .002 undecided, .001 was chosen after
-one run of FedAvg with each, scored on the server's data. The best rate of the single layers is the largest that was
-tried on 20 Newsgroups, Fashion-MNIST and PACS; larger ones may be better. The others start from random weights, with
-three seeds and one setting for all methods. Frozen projections and single layers are meant for models that were trained
-before, so those tables show the methods at their worst.
+exception: on CIFAR-10 the search could not decide between .001 and .002 for FedAvg and FedFrozen; .001 was chosen after
+one run of FedAvg with each, scored on the server's data. On 20 Newsgroups, Fashion-MNIST and PACS the best rate found
+for single layers is the largest that was tried, so larger ones may be better. The other experiments start from random
+weights, with three seeds and one setting for all methods. Frozen projections and single layers are meant for models
+that were trained before, so those tables show the methods at their worst.
 
 Every figure is the mean over the seeds ± their standard deviation. **Server’s data** is the accuracy of the global
 model (or the ensemble) on examples that no client has. **Clients’ own tests** is the mean over the clients of the
 accuracy on their own test examples (of their personal models under FedACS); the spread is the standard deviation over
 the clients. Bytes are payload of all clients, both ways. Where clients score the result, they include sending it to
 them after the last round; if few clients train and all of them score, this is the larger part (an ensemble is three
-models). The share of FedAvg's bytes is relative to what FedAvg would send in the same exchanges: FedACS has fewer of
-them, because no result is sent to be scored, and so its share is larger than its bytes divided by FedAvg's. Bytes to
-the target are counted to the next scored round, which is every fourth on 20 Newsgroups and Fashion-MNIST, every tenth
-on CIFAR-10 and every second on PACS. On 20 Newsgroups the target is reached with the last score, so that the factors
-are those of the bytes in total.
+models). "Share of FedAvg's bytes" is relative to what FedAvg would send in the same exchanges. FedACS has fewer
+exchanges, because its clients are sent no final model to score, so its share is larger than its bytes divided by
+FedAvg's. Bytes to the target count all rounds up to the first scored round that reaches it. Every fourth round is
+scored on 20 Newsgroups and Fashion-MNIST, every tenth on CIFAR-10 and every second on PACS. On 20 Newsgroups only the
+last score reaches the target, so these factors equal those of the total bytes.
 
 Each table is one command, with the data set's file in `dataset` or, if the config names the data set, in
 `dataset-path`; `python benchmarks/results.py DATA` runs all of them, and makes the small models for texts.

@@ -48,9 +48,9 @@ class BadReply(ValueError):
 
 
 def reply_bytes(layout: Layout, trees: int) -> int:
-    """The most bytes of a reply with so many trees of a model: twice theirs, as a code may be longer than the values.
+    """The most bytes of a reply with so many trees of the model: twice theirs, as encoded values may be larger.
 
-    A client without the exchange's mod, to which this is reported, may reply with one tree that was not requested.
+    At least one tree is counted: a client without the exchange's mod may return one that was not requested.
     """
     header = HEADER_BYTES + HEADER_BYTES_PER_ENTRY * len(layout.entries)
     return 2 * max(trees, 1) * layout.nbytes() + header + REPLY_BYTES

@@ -204,7 +204,8 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
             with self._lock:
                 self._sent.pop(message_id, None)
             self._confirm(reply_id)  # or the SuperLink would keep its objects until the run ends
-            reason = f"The reply cannot be pulled: its sender did not finish the upload, or it is refused. {error}"
+            said = "The reply could not be received: its upload is incomplete, or it is too large or malformed."
+            reason = f"{said} {error}"
             metadata = Metadata(
                 run_id=self.run.run_id,
                 message_id="",

@@ -52,21 +52,18 @@ class Range:
     def at(self, share: float) -> Value:
         """The number at this share of the range, from 0 to 1."""
         wide = self.high - self.low
-        found = self.low * (self.high / self.low) ** share if self.log else self.low + share * wide
-        if self.whole:
-            step = int(self.step or 1)
-            return int(self.low + round((found - self.low) / step) * step)
-        return self.exact(found)
+        return self.exact(self.low * (self.high / self.low) ** share if self.log else self.low + share * wide)
 
     def exact(self, value: Value) -> Value:
-        """Return the number of the range that a drawn one stands for: without step, itself.
+        """Return the number of the range that is nearest: without step, if it need not be whole, itself.
 
         Multiples of a step are computed in decimals: 0.1 + 2 · 0.1 is 0.3, not 0.30000000000000004.
         """
-        if self.whole or self.step is None:
+        if self.step is None and not self.whole:
             return value
-        low, step = Decimal(str(self.low)), Decimal(str(self.step))
-        return float(low + round((Decimal(str(value)) - low) / step) * step)
+        low, step = Decimal(str(self.low)), Decimal(str(self.step or 1))
+        found = low + round((Decimal(str(value)) - low) / step) * step
+        return int(found) if self.whole else float(found)
 
 
 @dataclass(frozen=True)
@@ -107,10 +104,10 @@ def distribution(space: Space) -> optuna.distributions.BaseDistribution:
 
 
 def spread_out(spaces: Mapping[str, Space], number: int, count: int = RANDOM_TRIALS) -> dict[str, Value]:
-    """The values of trial `number` of `count` in a Latin hypercube: each in the middle of a part of its own of a range.
+    """The values of trial `number` of `count` in a Latin hypercube: of every range the centre of one of `count` parts.
 
-    Every range has `count` equal parts (on its scale), whose order depends on the key alone. Searches that have keys in
-    common have the same values of them in trials with the same number.
+    The parts are equal on the range's own scale. Their order depends on the key alone, so searches that share a key
+    have the same values for it in trials with the same number.
     """
     found = dict[str, Value]()
     for key, space in spaces.items():

@@ -59,8 +59,8 @@ class RoundConfig(BaseModel):
         1.0,
         ge=0,
         le=1,
-        description="share of the clients that score a model on their test examples in a message of its own: the "
-        "final one, and with score-in-training=false that of every round; 0: none",
+        description="share of the clients that score a model on their test examples in a separate evaluation: after "
+        "the last round, and with score-in-training=false after every round; 0: none",
     )
     evaluate_every: int = Field(
         1,
@@ -105,8 +105,8 @@ class RoundConfig(BaseModel):
         0.5,
         gt=0,
         le=1,
-        description="largest share of one client in the weights of the replies that are merged, if they are three or "
-        "more",
+        description="largest share of one client in the total weight of the merged replies, if at least three are "
+        "merged",
     )
     schedule: Literal["cosine", "constant"] = Field("cosine", description="course of the learning rate over the rounds")
     client_settings: str = Field(

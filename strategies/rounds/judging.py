@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
@@ -47,7 +47,6 @@ class Judge:
         self.folder = folder
         self._weights: dict[str, int] = {}  # of the replies that were yielded in this round, before they are limited
         self._sum = 0  # of these weights
-        self._withdrawn = 0  # the number of replies that were yielded and could not be merged
 
     def judged(
         self, replies: Iterable[Reply], plans: Mapping[str, Plan], starts: Callable[[str, Tree], Arrays]
@@ -85,7 +84,6 @@ class Judge:
         Those that were yielded before keep their weights.
         """
         self._sum -= self._weights.pop(client, 0)
-        self._withdrawn += 1
 
     def _weighted(
         self, replies: Iterable[Reply | Refused], share: float, *, alike: bool
@@ -100,34 +98,36 @@ class Judge:
         small that all weights must be equal, they are 1, and none waits.
         """
         self._weights, self._sum = {}, 0
-        numerator, denominator = share.as_integer_ratio()  # integers have no rounding errors
         waiting: list[Reply] = []
         for reply in replies:
             if isinstance(reply, Refused):
                 yield reply
                 continue
             if alike:
-                yield self._entered(replace(reply, examples=1), math.inf)
+                yield replace(reply, examples=1)
                 continue
-            weights = [*(other.examples for other in waiting), reply.examples]
-            sums = [self._sum + sum(min(other, weight) for other in weights) for weight in weights]
-            fits = [denominator * w <= numerator * total for w, total in zip(weights, sums, strict=True)]
-            waiting.append(reply if fits[-1] else self._stored(reply))
+            client = reply.client
+            waiting.append(reply)
             del reply
-            ready = [each for each, now in zip(waiting, fits, strict=True) if now]
-            waiting = [each for each, now in zip(waiting, fits, strict=True) if not now]
-            while ready:
-                first, withdrawn = ready.pop(0), self._withdrawn
-                yield self._entered(first, math.inf)
-                del first
-                if self._withdrawn > withdrawn:  # it could not be merged: the others may not fit without it
-                    waiting, ready = [*ready, *waiting], []
-        waiting.sort(key=_weight)
+            while (place := self._fitting(waiting, share)) is not None:
+                yield self._entered(waiting.pop(place))
+            if waiting and waiting[-1].client == client:
+                waiting[-1] = self._stored(waiting[-1])
+        waiting.sort(key=lambda each: (each.examples, each.client))
         while waiting:
             limit = weight_limit([*self._weights.values(), *(each.examples for each in waiting)], self.share)
             yield self._entered(waiting.pop(0), limit)
 
-    def _entered(self, reply: Reply, limit: float) -> Reply:
+    def _fitting(self, waiting: Sequence[Reply], share: float) -> int | None:
+        """The place of the first reply that never has to be cut, whatever follows."""
+        numerator, denominator = share.as_integer_ratio()  # integers have no rounding errors
+        for place, one in enumerate(waiting):
+            total = self._sum + sum(min(other.examples, one.examples) for other in waiting)
+            if denominator * one.examples <= numerator * total:
+                return place
+        return None
+
+    def _entered(self, reply: Reply, limit: float = math.inf) -> Reply:
         """The reply with a weight of at most the limit. Its own weight is entered."""
         self._weights[reply.client] = reply.examples
         self._sum += reply.examples
@@ -189,7 +189,3 @@ class Judge:
             name: whole[start : start + values[name].nbytes].view(values[name].dtype).reshape(values[name].shape)
             for name, start in places.items()
         }
-
-
-def _weight(reply: Reply) -> tuple[int, str]:
-    return reply.examples, reply.client

@@ -18,11 +18,11 @@ log = getLogger("flwr")
 
 FAILURES = 3
 """A client is left out after this many exchanges in a row without a good reply."""
-MOST_HELD = 1_000_000
-"""At most so many ids of parts are remembered of all clients together, some 200 MB. Of those that reported longest ago
-they are forgotten first: such a client is sent its parts again."""
 LEFT_OUT = 5
 """The number of rounds for which it is left out. If it fails again after them, it is left out again at once."""
+MOST_HELD = 1_000_000
+"""Most part ids that the server remembers for all clients together, some 200 MB. Those of the clients that reported
+longest ago are forgotten first; such a client is sent its parts again."""
 
 _PART_ID = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 
@@ -78,7 +78,10 @@ class ClientLedger:
         self._ids += len(found)
         while self._ids > MOST_HELD and len(self._held) > 1:
             if not self._told:
-                log.warning("More than %d cached parts of clients are known: the oldest are sent again.", MOST_HELD)
+                log.warning(
+                    "The server remembers at most %d cached parts of clients. Those of the clients that reported "
+                    "longest ago are forgotten, and sent again.", MOST_HELD,
+                )  # fmt: skip
                 self._told = True
             self._ids -= len(self._held.pop(next(iter(self._held))))
 

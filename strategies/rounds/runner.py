@@ -98,8 +98,8 @@ class RoundRunner:
         self.trouble = ""
         """An error of the server itself, for the next report."""
         self._layout, self._segments, self._sender = model.layout, segments(model.layout, model.blocks), sender
-        if limit_replies := getattr(grid, "limit_replies", None):  # a grid that pulls them over a network
-            limit_replies(sender.most_reply_bytes)
+        self._limit_replies = getattr(grid, "limit_replies", lambda most: None)  # of a grid that pulls over a network
+        self._limit_replies(sender.most_reply_bytes)
         self._messenger = Messenger(grid, sender, self.ledger, weighted_by_key=weighted_by_key, accept=self._accept)
         expected: Mapping[str, int] | None = getattr(grid, "expected_names", None)
         self.cohorts = Cohorts(rules, self._messenger.nodes, self.ledger, awaited, classes, expected)
@@ -114,8 +114,7 @@ class RoundRunner:
     def close(self) -> None:
         """Receive no further replies."""
         self._messenger.close()
-        if limit_replies := getattr(self._messenger.grid, "limit_replies", None):  # the grid is the app's
-            limit_replies(None)
+        self._limit_replies(None)  # the grid is the app's
 
     def add_initial(self, starts: Mapping[Tree, Arrays]) -> None:
         """Let clients make these initial values, by tree."""
@@ -292,7 +291,7 @@ class RoundRunner:
     def _merge(self, state: Any, this: Round, plans: list[Plan]) -> Any | None:
         """Send the last phase and merge the replies as they arrive. Returns the next state; None for too few replies.
         """
-        report, ledger, key = this.report, self.ledger, self.weighted_by_key
+        report = this.report
         self.norms.ratios.clear()
         measured = self._judge.clip or self.rules.deterministic  # estimates differ from run to run
         messages = self._asker.outgoing(state, plans, this, measured=measured, limit=self.rules.max_replies)
@@ -339,10 +338,10 @@ class RoundRunner:
         if not self.method.storage and (problem := self.past.problem(state, merged)):
             raise _DoesNotCount(problem)
         report.train_metrics = report.mean_of(
-            metrics, report.train_metrics_of, key, share=self.rules.max_weight_share
+            metrics, report.train_metrics_of, self.weighted_by_key, share=self.rules.max_weight_share
         )
         report.record = {**report.record, **self.norms.record(metrics), **self.method.change(state, merged)}
-        ledger.merged(exchanges, {client: examples for client, (_, examples) in metrics.items()})
+        self.ledger.merged(exchanges, {client: examples for client, (_, examples) in metrics.items()})
         self.suspects.merged({client: self.norms.ratios.get(client, 0.0) for client in metrics})
         self.past.merged(state)
         self._most_had_failed = report.most_failed()

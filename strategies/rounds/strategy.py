@@ -63,8 +63,8 @@ class MethodStrategy(WithoutHooks):
         schedule: learning rate schedule over the rounds, "constant" or "cosine"; it scales `learning-rate` and `lr` of
             the train config, if they are set.
         seed: seed of all random numbers of the server.
-        max_weight_share: the largest share that one client has in the weights of a round's merged replies, if they are
-            three or more, in (0, 1]; the weight of a heavier one is reduced to it.
+        max_weight_share: the largest share of one client in the total weight of a round's merged replies, if at least
+            three are merged, in (0, 1]; the weight of a heavier one is reduced to it.
         classes: number of classes of the task, if it has any: clients' label counts of another number are not recorded.
         deterministic: merge in the order of client names, so that the same replies give the same bits.
         robust: how the clients' parts are averaged: "none" (weighted mean), "clip", "trimmed" (coordinate-wise trimmed

@@ -113,13 +113,13 @@ class Actors:
         end(actor)
 
 
+@signals_postponed()  # a second Ctrl-C would leave the files
 def end(actor: Any, *, stop: bool = True) -> None:
     """End an actor, and with `stop` first its job's process and files."""
     import ray
 
-    with signals_postponed():  # a second Ctrl-C would leave the files
-        if stop:
-            with suppress(Exception):
-                ray.get(actor.stop.remote(), timeout=_ENDING)
+    if stop:
         with suppress(Exception):
-            ray.kill(actor)
+            ray.get(actor.stop.remote(), timeout=_ENDING)
+    with suppress(Exception):
+        ray.kill(actor)

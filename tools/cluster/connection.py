@@ -197,8 +197,8 @@ def connected(address: str, cpus: float | None = None, gpus: float = 0, memory: 
     try:
         nodes = _nodes()
         with exit_on_signals(), Inputs() as inputs:  # Ray has set a handler for SIGTERM, and none for SIGHUP
-            cluster = Cluster(address, Resources(1.0 if cpus is None else cpus, gpus, memory), nodes, inputs)
-            inputs.stopped = cluster.stopped
+            asked_for = Resources(1.0 if cpus is None else cpus, gpus, memory)
+            cluster = Cluster(address, asked_for, nodes, inputs, inputs.stopped)
             if not cluster.at_once:
                 asked = f"--cpus {cluster.job.cpus:g} --gpus {gpus:g}{f' --memory {memory:g}' if memory else ''}"
                 values = zip(*map(astuple, nodes), strict=True)
@@ -230,7 +230,7 @@ def _check_answers(address: str) -> None:
 
 def _no_cluster(address: str, error: Exception) -> RunError:
     if (said := " ".join(str(error).split())).startswith("Version mismatch"):
-        return RunError(f"--ray {address}: {visible(said)}. Install the cluster's versions here")
+        return RunError(f"--ray {address}: {visible(said)}. Install the cluster's versions of both here")
     return RunError(
         f"--ray {address}: no cluster answers there, or this machine is not a part of it ({_first_line(error)}). See "
         "`ray status`; a machine joins with ray start --address=HOST:PORT, and with --num-cpus=0 --num-gpus=0 it "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tepal.host.files import replacing
+from tepal.host.processes import KILLED
 from tepal.host.superlink import without_colour
 from tepal.host.text import visible
 from tepal.records.run_directory import CHECKPOINTS, NOW
@@ -33,8 +34,6 @@ _LOSSES = 3  # machines lost in a row, without a new file between, after which a
 _PATIENCE = 0.1  # seconds that a machine waits for a change while an answer is awaited
 _GLANCE = 0.02  # seconds between two looks at files here that are to be sent
 
-
-_KILLED = "its process was killed"  # so it is said of a run's own process, which is not the job's
 
 PROCESS, MEMORY = "process", "memory"
 """Kinds of failures: the job's process ended; its machine had too little memory for it."""
@@ -374,7 +373,7 @@ class _Attempt:
         if "value" in result:
             return result["value"]
         if "error" in result:
-            where = f" (on {self._place.machine})" if _KILLED in result["error"] else ""
+            where = f" (on {self._place.machine})" if KILLED in result["error"] else ""
             raise JobFailed(result["error"] + where, result["kind"])
         ended = f"was killed by signal {-self._status}" if self._status < 0 else f"ended with status {self._status}"
         raise JobFailed(f"its process on {self._place.machine} {ended}", PROCESS)

@@ -133,10 +133,8 @@ class Machine:
 
     def write_input(self, digest: str, parts: Sequence[tuple[str, int, bytes]]) -> None:
         """Write parts of an input's files: path, offset and content of each."""
-        with self._writing:  # a call may be late, or repeated, when the job is stopped
-            for path, offset, content in parts:
-                if not self._stopped:
-                    _write(self._partial / digest / path, content, offset)
+        for path, offset, content in parts:
+            self._written(self._partial / digest / path, content, offset)
 
     def complete_input(self, digest: str) -> None:
         """Take an input whose files are written into the store."""
@@ -154,7 +152,11 @@ class Machine:
 
     def write_file(self, path: str, offset: int, content: bytes) -> Version:
         """Write a part of a file of the job; returns the version that the file has then."""
-        return _write(self.folder / path, content, offset)
+        return self._written(self.folder / path, content, offset)
+
+    def _written(self, path: Path, content: bytes, offset: int) -> Version:
+        with self._writing:  # a call may be late, or repeated, when the job is stopped
+            return (0, 0) if self._stopped else _write(path, content, offset)
 
     def feed(self, parts: Sequence[tuple[str, int, bytes]], whole: Sequence[str], gone: Sequence[str]) -> None:
         """Write parts of files of the job (path, offset and content), which have their names when they are whole.
@@ -162,7 +164,7 @@ class Machine:
         `whole`: those of which no part is missing any more. `gone`: files to remove.
         """
         for path, offset, content in parts:
-            _write(self._unfinished(path), content, offset)
+            self._written(self._unfinished(path), content, offset)
         for path in whole:
             self._place(path)
         for path in gone:
@@ -308,7 +310,7 @@ def versions() -> dict[str, str]:
 def digest_of(files: Mapping[str, Path], look: Callable[[], object] = lambda: None) -> str:
     """Digest of an input: of the names and contents of its files, relative path → file.
 
-    `look` is called again and again meanwhile; what it raises ends the reading.
+    `look` is called before each block is hashed; an exception from it stops the reading.
     """
     whole = hashlib.sha256()
     for name, path in sorted(files.items()):
@@ -363,16 +365,12 @@ def matching(base: Path, pattern: str) -> Iterator[tuple[str, Path]]:
 
 def _write(path: Path, content: bytes, offset: int) -> Version:
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        # A call that is repeated may still be under way: it writes the same at the same place, and nothing is cut off.
-        left = memoryview(content)
-        while left:  # a disk that becomes full takes a part of it, and raises an error at the next call
-            written = os.pwrite(file, left, offset)
-            left, offset = left[written:], offset + written
-        status = os.fstat(file)
-    finally:
-        os.close(file)
+    # A call that is repeated may still be under way: it writes the same at the same place, and nothing is cut off.
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        file.seek(offset)
+        file.write(content)
+        file.flush()  # a full disk raises here at the latest
+        status = os.fstat(file.fileno())
     return status.st_mtime_ns, status.st_size
 
 

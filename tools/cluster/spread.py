@@ -168,12 +168,9 @@ class _Workers:
                 raise RunError(f"clients can train nowhere: {(self._folders[0] / GONE).read_text(encoding='utf-8')}")
             time.sleep(_PAUSE)
 
+    @signals_postponed()  # after a second Ctrl-C the folder would be removed before its threads have ended
     def end(self) -> None:
         """End the jobs. A client that still trains is not waited for, and neither is a machine with room."""
-        with signals_postponed():  # after a second Ctrl-C the folder would be removed before its threads have ended
-            self._end()
-
-    def _end(self) -> None:
         for folder in self._folders[: len(self._threads)]:
             (folder / END).touch()
         end = time.monotonic() + _GRACE

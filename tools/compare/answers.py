@@ -43,7 +43,7 @@ class Paired:
     def undecided(self) -> bool:
         """Whether several seeds do not show which of the two is better. Never of one seed, which shows no spread.
 
-        A seed without the figure leaves it undecided: what is missing is not missing by chance.
+        If a seed lacks the figure, the comparison is undecided: the missing seeds may differ systematically.
         """
         if self.seeds == 1:
             return False

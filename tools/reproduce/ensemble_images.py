@@ -226,9 +226,10 @@ def _methods(split: str) -> Sequence[str]:
 
 
 _SEARCHED = (
-    "The learning rate of every method, and its own options, are found by the same number of random trials in each "
-    "split, on a third of the training images, which the results do not have, and scored on a fifth of "
-    "these. The rate is constant, while the paper's decreases by 1 % every ten rounds."
+    "The learning rate of every method, and its own options, are found by the same number of trials (the first five "
+    "random, further ones by Optuna's TPE sampler) in each split, on a third of the training images, which the "
+    "results do not have, and scored on a fifth of these. The rate is constant, while the paper's decreases by 1 % "
+    "every ten rounds."
 )
 _PAIRED = "Differences are paired by seed; intervals are Student's at 95 %."
 _POOLED = (

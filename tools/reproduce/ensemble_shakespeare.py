@@ -72,8 +72,8 @@ class EnsembleShakespeare(Experiment):
         "Figure 6b after some 20 rounds; it was chosen on roles that the results do not have. The score is that after "
         "the last round, for every method; the figure shows all rounds.",
         "The learning rate of every method, FedProx's μ and FedBE's scale of the variance are found by the same number "
-        "of random trials, on roles that the results do not have. The rate is constant, while the "
-        "paper's decreases by 1 % every ten rounds.",
+        "of trials (the first five random, further ones by Optuna's TPE sampler), on roles that the results do not "
+        "have. The rate is constant, while the paper's decreases by 1 % every ten rounds.",
         "Every test passage is of a role that trains, from the end of its text. Differences are paired by seed; "
         "intervals are Student's at 95 %.",
         "Clients, local work and batch size are chosen here, as the paper does not give them.",

@@ -93,9 +93,9 @@ class FedFrozenSimulation(Experiment):
         "training, averaged over the last quarter of the rounds (50 of 200, as in the paper).",
         "Tables and figures show medians and quartiles, as in the paper; findings also compare losses as factors that "
         "are paired by seed: geometric means with Student's intervals at 95 %.",
-        "A client returns a matrix as it received it if a weight exceeds 10⁶ after training. A seed whose final loss "
-        "is 10⁹ or more has diverged; its loss counts as infinite. An infinite median is a dash, and so is h_λ at the "
-        "end if seeds diverged.",
+        "If a weight of a matrix exceeds 10⁶ after local training, the client returns that matrix unchanged. A seed "
+        "with a final loss of 10⁹ or more has diverged; its loss counts as infinite. An infinite median is shown as a "
+        "dash, and so is the final h_λ of a method that was run, if any of its seeds diverged.",
         "The paper's numbers are only in figures; therefore its statements are quoted next to our numbers.",
         "For every ρ a seed has the same data and weights, except that the clients' means are scaled by ρ.",
     )

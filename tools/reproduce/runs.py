@@ -226,7 +226,9 @@ def curves(methods: Mapping[str, Sequence[Values]], key: str, title: str, captio
 def by_setting(
     methods: Mapping[str, Mapping[Any, Sequence[float]]], key: str, title: str, x_title: str, caption: str
 ) -> Figure:
-    """Accuracy by setting, a line for each method: the mean over its seeds. Settings are categories, numbers in order.
+    """Accuracy by setting, a line for each method: the mean over its seeds.
+
+    Settings are categories; numeric ones are sorted.
     """
     plot = empty_plot(x_title, "accuracy")
     for label, values in methods.items():

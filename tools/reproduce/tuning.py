@@ -32,8 +32,8 @@ def search_trials(
         options: of each trial.
         search: run config key → the values among which the best one is searched.
         count: of trials.
-        alike: whether the first trials are spread evenly over the ranges, in all methods alike (see `spread_out`), so
-            that no method is ahead because its random draws happened to be better.
+        alike: whether the first trials have evenly spread values, the same for all methods (see `spread_out`), so that
+            chance draws favour no method.
     """
     spaces = {key: repr(space) for key, space in search.items()}  # of other ranges, trials are computed again
     options = {**options, "alike": True} if alike else options

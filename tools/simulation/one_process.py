@@ -47,6 +47,7 @@ import tepal.host
 from tepal.client_app.stacked import Gathering
 from tepal.host.files import replacing
 from tepal.host.flower.patches import SERVER_APP_RAISED
+from tepal.host.processes import KILLED
 from tepal.strategies.in_process import Answers, PopulationGrid
 
 for package in (tepal.host, tepal.client_app):  # an app's own `tepal` does not have these modules:
@@ -212,7 +213,7 @@ def _status_of(status: int) -> str:
     """Return why a run failed, "" if it completed."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        return f"its process was killed by signal {-code}"
+        return f"{KILLED} {-code}"
     return f"its process ended with status {code}" if code else ""
 
 
