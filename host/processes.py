@@ -32,8 +32,6 @@ import psutil
 if TYPE_CHECKING:
     import ssl
 
-KILLED = "its process was killed by signal"
-"""How the reason begins why a run's own process failed that was killed; the number of the signal follows."""
 MARK = "TEPAL_RUN_TOKEN"
 """Environment variable that marks the processes of a run: tokens joined by commas, the outermost first."""
 

@@ -17,6 +17,8 @@ T = TypeVar("T")
 FLOWER = "1.39.0"
 """The only version that this folder and `tepal.server_app.http_grid` support."""
 
+KILLED = "its process was killed by signal"
+"""How the reason begins why a run failed whose process was killed; the signal's number follows."""
 SERVER_APP_RAISED = "ServerApp raised an exception"
 """What Flower logs before the traceback of a ServerApp that failed."""
 

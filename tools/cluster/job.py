@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tepal.host.files import replacing
-from tepal.host.processes import KILLED
+from tepal.host.flower.patches import KILLED
 from tepal.host.superlink import without_colour
 from tepal.host.text import visible
 from tepal.records.run_directory import CHECKPOINTS, NOW

@@ -46,8 +46,7 @@ import tepal.client_app
 import tepal.host
 from tepal.client_app.stacked import Gathering
 from tepal.host.files import replacing
-from tepal.host.flower.patches import SERVER_APP_RAISED
-from tepal.host.processes import KILLED
+from tepal.host.flower.patches import KILLED, SERVER_APP_RAISED
 from tepal.strategies.in_process import Answers, PopulationGrid
 
 for package in (tepal.host, tepal.client_app):  # an app's own `tepal` does not have these modules:

@@ -292,7 +292,7 @@ def test_a_reply_whose_upload_was_given_up_is_an_error_of_that_message(grid, run
     runtime.gone |= set(get_all_nested_objects(reply))
     (came,) = quickly(lambda: grid.pull_messages(["m1"]))
     assert came.has_error() and came.error.code == ErrorCode.MESSAGE_UNAVAILABLE
-    assert came.metadata.reply_to_message_id == "m1" and "did not finish the upload" in came.error.reason
+    assert came.metadata.reply_to_message_id == "m1" and "its upload is incomplete" in came.error.reason
     assert runtime.confirmed == [reply.object_id]
 
 
@@ -313,6 +313,18 @@ def test_a_reply_that_is_too_large_is_an_error_of_that_message_and_is_deleted(gr
     grid.limit_replies(None)
     runtime.upload(runtime.announce("m4", size=100_000))
     assert not quickly(lambda: grid.pull_messages(["m4"]))[0].has_error()
+
+
+@pytest.mark.parametrize("error", [IndexError("list index out of range"), ValueError("not a message"), KeyError("dtype")])
+def test_a_reply_that_is_no_message_is_an_error_at_once_and_is_deleted(grid, runtime, monkeypatch, error):
+    def fetch(*_):
+        raise error
+
+    runtime.upload(reply := runtime.announce("m1"))
+    monkeypatch.setattr("tepal.server_app.http_grid.fetch", fetch)
+    (came,) = quickly(lambda: grid.pull_messages(["m1"]))
+    assert came.error.code == ErrorCode.MESSAGE_UNAVAILABLE and "malformed" in came.error.reason
+    assert runtime.confirmed == [reply.object_id]
 
 
 def test_send_and_receive_comes_back_with_the_last_reply_or_at_its_limit(grid, runtime, monkeypatch):
