@@ -1,13 +1,15 @@
 """Seconds on one core of this machine, and on a Ray cluster of two nodes with one core each.
 
     python benchmarks/cluster.py [comparison | run] [--seeds 4] [--rounds 30] [--config "…"] [--runs 3] [--quick]
+        [--one-node]
 
 Either a comparison, `tepal compare` with FedAvg and FedFrozen and `--seeds` seeds, of which each run is on one node; or
 one run, `tepal simulate --spread` with FedAvg, whose clients are on both. Digits, ten clients. The nodes are processes
 on this machine, each held to a core of its own, with temporary files of their own; the head has no core. On one core
 the command and all its processes are held to it. Neither has a lower priority (the nodes have `RAY_worker_niceness=0`).
-The two are taken in turn, and the results must be the same. Starting Ray is not counted; sending code to the nodes is,
-each time, because their stores are emptied.
+They are taken in turn, and the results must be the same. Starting Ray is not counted; sending code to the nodes is,
+each time, because their stores are emptied. With two nodes, the command, the head and Ray's own processes are on the
+nodes' cores. `--one-node` measures a cluster of one node too, where these have the other core.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import argparse
 import contextlib
 import csv
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -93,20 +94,22 @@ def results(what: str, runs: Path) -> list[str]:
 
 
 def measure(what: str, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds each time: on one core, and on two nodes."""
-    found: dict[str, list[float]] = {"one core": [], "two nodes": []}
+    """Seconds each time: on one core, on one node if that was asked for, and on two nodes."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
-    # A short name: Ray's sockets are below it.
-    with tempfile.TemporaryDirectory(prefix="tb", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        with cluster(folder, (first, second)) as address:
-            for number in range(options.runs):
-                for stored in folder.glob("t*/tepal-inputs-*"):
-                    shutil.rmtree(stored)
-                one, two = folder / f"one-{number}", folder / f"two-{number}"
-                found["one core"].append(seconds_of(what, one, options, "none", first))
-                found["two nodes"].append(seconds_of(what, two, options, address, None))
-                assert results(what, one) == results(what, two), "the results differ"
+    clusters = {"one node": (first,)} if options.one_node else {}
+    clusters["two nodes"] = (first, second)
+    found: dict[str, list[float]] = {"one core": [], **{name: [] for name in clusters}}
+    for _ in range(options.runs):
+        # A short name: Ray's sockets are below it.
+        with tempfile.TemporaryDirectory(prefix="tb", ignore_cleanup_errors=True) as name:
+            one = Path(name) / "one"
+            found["one core"].append(seconds_of(what, one, options, "none", first))
+            for number, (nodes, cores) in enumerate(clusters.items()):
+                folder = Path(name) / str(number)
+                folder.mkdir()
+                with cluster(folder, cores) as address:
+                    found[nodes].append(seconds_of(what, folder / "runs", options, address, None))
+                assert results(what, one) == results(what, folder / "runs"), "the results differ"
     return found
 
 
@@ -117,6 +120,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--config", default="", help="more of the run config of one run")
     parser.add_argument("--runs", type=int, default=3, help="times that each is computed")
+    parser.add_argument("--one-node", action="store_true", help="measure a cluster of one node too")
     parser.add_argument("--quick", action="store_true", help="once, with one seed and two rounds")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
@@ -124,14 +128,15 @@ def main() -> None:
         options.seeds, options.rounds, options.runs = 1, 2, 1
     found = measure(options.what, options)
     runs = f"{2 * options.seeds} runs" if options.what == _COMPARISON else "one run"
-    table = Table("", "seconds", "faster", box=None, title=f"{runs} of {options.rounds} rounds")
-    ratio = statistics.median(one / two for one, two in zip(*found.values(), strict=True))
+    table = Table("", "seconds", "two nodes are faster", box=None, title=f"{runs} of {options.rounds} rounds")
+    ratios = dict[str, float]()
     for name, seconds in found.items():
-        each = ", ".join(f"{one:.1f}" for one in seconds)
-        table.add_row(name, each, f"{ratio:.2f}" if name == "two nodes" else "")
+        ratio = statistics.median(one / two for one, two in zip(seconds, found["two nodes"], strict=True))
+        ratios |= {name: ratio} if name != "two nodes" else {}
+        table.add_row(name, ", ".join(f"{one:.1f}" for one in seconds), f"{ratio:.2f}" if name in ratios else "")
     Console().print(table)
     if options.json:
-        write_figures(options.json, {**found, "ratio": ratio})
+        write_figures(options.json, {**found, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ _ROOMLESS = 12  # looks without any machine that has room, after which a job fai
 _LOSSES = 3  # machines lost in a row, without a new file between, after which a job fails
 _PATIENCE = 0.1  # seconds that a machine waits for a change while an answer is awaited
 _GLANCE = 0.02  # seconds between two looks at files here that are to be sent
+_RAREST = 2.0  # seconds between two questions to a job that has been at work for long
+_SHARE = 0.02  # of the time that a job has been at work: each question takes time of the job's own cores
 
 
 PROCESS, MEMORY = "process", "memory"
@@ -84,7 +86,8 @@ class Job:
         fed: patterns of files that are sent while the job goes on, whole, in this order of patterns, and are removed
             there when they are removed here.
         answers: folder of files that are fed → folder of what it makes, where a file of the same name is the answer.
-        pause: least seconds between two questions on what has changed, while no answer is awaited.
+        pause: least seconds between two questions on what has changed, while no answer is awaited. The longer a job
+            has been at work, the more rarely it is asked.
         renewed: whether the process can do another job afterwards: what this one leaves in its memory does no harm.
         ahead: whether it only prepares its place: its actor is kept for the next job.
         sent: place, name and content of a file → the content that is sent.
@@ -306,6 +309,7 @@ class _Attempt:
     def _follow(self) -> None:
         """Write here what the job writes there, until its process has ended."""
         files = [*self._job.made, *self._job.files, f"{RESULT}/*"]
+        start = time.monotonic()
         while True:
             awaited = self._feed()
             begun = time.monotonic()
@@ -325,8 +329,10 @@ class _Attempt:
                 self._print(b"\n" if self._line else b"")  # a line that was cut off
                 self._status = answer.status
                 return
-            if not awaited:  # large files take most of the time: ask less often
-                self._rest(max(self._job.pause, 3 * (time.monotonic() - begun)))
+            if not awaited:
+                now = time.monotonic()
+                seldom = min(_RAREST, _SHARE * (now - start))
+                self._rest(max(self._job.pause, seldom, 3 * (now - begun)))  # large files take most of the time
 
     def _rest(self, seconds: float) -> None:
         """Wait, or until something was sent whose answer is awaited. Raises RunStopped."""

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,24 @@ def test_none_is_kept_once_the_command_ends(cluster, tmp_path, monkeypatch, code
     cluster.actors.close()
     pid, *_ = done(cluster, a_job("who"), lambda *_: None)
     assert ray.actors[0].calls[-3:] == ["renew", "stop", "kill"] and gone(pid) and nothing_left(tmp_path, [code.digest])
+
+
+def test_a_job_is_asked_the_more_rarely_the_longer_it_takes(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(job_module, "_SHARE", 0.5)
+    monkeypatch.setattr(job_module, "_RAREST", 0.2)
+    asked = []
+
+    def fate(actor, name, _arguments):
+        if name == "ask":
+            asked.append(time.monotonic())
+            if asked[-1] > asked[0] + 1:
+                (actor.made.folder / "allow-1").touch()
+
+    fake(monkeypatch, fate)
+    assert done(cluster, a_job("counts", tmp_path=tmp_path, to=1), lambda *_: None) == 0
+    gaps = [second - first for first, second in pairwise(asked)]
+    assert all(gap >= min(0.2, 0.5 * (moment - asked[0])) for moment, gap in zip(asked, gaps, strict=False))
+    assert len(asked) < 20 and min(gaps) < 0.2, "at first it is asked often"
 
 
 # --- files that are sent while a job goes on ------------------------------------------------------------------------
