@@ -204,7 +204,7 @@ class PersonalMerger:
             counters={**state.counters, **self._counters},
             gram=update_gram(state.gram, models, changed, counted=self._storage.rows.counted),
         )
-        self._storage.use(finished)
+        self._storage.use(finished, before=state)
         return finished
 
 

@@ -60,6 +60,7 @@ class PersonalStorage:
         self.rows = RowLayout.of(model, needed_for=f"{name} compares")
         self._run, self._name = run, name
         self._current: frozenset[int] = frozenset()  # slots of the state from which the run continues
+        self._before: frozenset[int] = frozenset()  # slots of the state before the last merge
         self._saved: list[frozenset[int]] = []  # slots of the states that the run may return to, the newest last
         self._mixtures: dict[str, np.ndarray] = {}  # of one round's cohort
         self._shared: dict[str, Arrays] = {}
@@ -104,10 +105,15 @@ class PersonalStorage:
         except ValueError:  # the file ends before this slot
             return False
 
-    def use(self, state: PersonalModels) -> None:
-        """Continue from this state: models to which neither it nor a checkpoint refers may be overwritten."""
+    def use(self, state: PersonalModels, *, before: PersonalModels | None = None) -> None:
+        """Continue from this state. `before`: the one of which a merge made it; None if it was not made now.
+
+        Models may be overwritten to which neither the state nor the one before the last merge nor a checkpoint refers.
+        """
         self._current = frozenset(state.slots.values())
-        slots = self._current.union(*self._saved)
+        if before is not None:
+            self._before = frozenset(before.slots.values())
+        slots = self._current.union(self._before, *self._saved)
         self._store.keep(slot for slot in slots if slot < len(self._store))
 
     def flush(self) -> None:

@@ -413,6 +413,40 @@ def test_a_round_that_is_repeated_with_another_cohort_mixes_for_that_one():
         scored_as_held(seen, number, [int(client[-1]) for client in models])
 
 
+@pytest.mark.parametrize("checkpoints", [None, "a folder", "a full disk"])
+def test_a_run_that_returns_to_the_state_before_a_merge_has_the_models_of_that_state(tmp_path, checkpoints):
+    """Client k's model is 1 in place k. Most clients fail in round 3 until the run returns to the state of round 1."""
+    tries, sent = {}, {}
+    app = ClientApp(mods=[partial_exchange])
+
+    @app.train()
+    def train(msg, context):
+        number, client = msg.content["config"]["server-round"], int(context.node_config["partition-id"])
+        tries[client, number] = tries.get((client, number), 0) + 1
+        sent[client, number] = msg.content["arrays"]["w"].numpy().copy()
+        if number == 3 and client < 6 and tries[client, number] < 3:
+            raise RuntimeError("out of memory")
+        model = np.zeros(8, np.float32)
+        model[client] = 10 + number
+        metrics = MetricRecord({"num-examples": 10})
+        return Message(RecordDict({"arrays": ArrayRecord({"w": Array(model)}), "metrics": metrics}), reply_to=msg)
+
+    folder, history = None if checkpoints is None else Checkpoints(tmp_path, 3), []
+    if checkpoints == "a full disk":
+        folder = Full(tmp_path, 3)
+        folder.rounds_without = range(4)
+    strategy = FedACS(
+        quantile=0.5, fraction_evaluate=0, deterministic=True, checkpoints=folder, on_round=history.append
+    )
+    grid = InProcessGrid([Node(app, {"partition-id": client}) for client in range(8)])
+    strategy.start(grid, ArrayRecord({"w": Array(np.ones(8, np.float32))}), num_rounds=3)
+    assert [report.round for report in history if report.went_back] == [3]
+    returned = [client for client in range(8) if tries[client, 3] == 3]
+    assert returned
+    for client in returned:
+        np.testing.assert_array_equal(sent[client, 3], 11 * np.eye(8)[client])
+
+
 def test_replies_that_are_not_needed_any_more_are_nobodys_model():
     seen = run(FedACS(quantile=0.3, max_replies=3), rounds=3, grid=AnyOrder)
     assert [len(report.replied) for report in seen.reports.values()] == [3, 3, 3]

@@ -1,4 +1,4 @@
-"""Encoded parts that are changed on their way, in each round those of one client: 1,000 up, 1,000 as many down."""
+"""Encoded parts that are changed on their way, in each round those of one client: 1,000 up and 500 down."""
 
 import random
 from collections import Counter
@@ -9,13 +9,13 @@ from flwr.app import Error, Message
 
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.header import Header
-from tepal.exchange.manifest import PARTS, Manifest
+from tepal.exchange.manifest import Manifest
 from tepal.strategies import FedAvg
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.rounds.test_encoding import moving_app, start
 from tests.unit.strategies.rounds.test_mutations import change_array, forged
 
-CLIENTS, ROUNDS = 3, 100  # of each encoding
+CLIENTS, ROUNDS = 3, 50  # of each encoding
 ENCODINGS = {
     **{name: Encoding(name, name) for name in ("bfloat16", "int8", "int4", "ternary", "sign", "rank1", "auto")},
     "a tenth in int8": Encoding("int8", "int8", top_k=0.1, top_k_down=0.1),
@@ -97,8 +97,10 @@ def test_downloads_that_are_changed_are_sent_again(encoding):
         return app(message, context)
 
     made, history = run(encoding, behind_a_network, spoil=lambda node, message, reply: reply)  # digests are verified
-    expected, as_it_is = run(encoding, moving_app())
+    expected, _ = run(encoding, moving_app())
     assert len(seen) == ROUNDS and all(report.resent for report in history)
     assert not any(report.refused or report.lost for report in history)
-    for name, values in expected.items():
-        np.testing.assert_array_equal(made[name], values)
+    exact = encoding.down in ("bfloat16", "int8") and not encoding.top_k_down
+    for name, values in expected.items():  # in place of a difference the client is sent the values, in int8
+        tolerance = 0 if exact else 0.01 * np.abs(values).max()
+        np.testing.assert_allclose(made[name], values, rtol=0, atol=tolerance)
