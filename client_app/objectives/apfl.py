@@ -21,7 +21,8 @@ class APFLObjective(Objective):
     """w ← w − η∇f_i(w), and v ← v − η∇_v f_i(v̄) at the mixture v̄ = αv + (1−α)w, where ∇_v f_i(v̄) = α∇f_i(v̄).
 
     Adaptive: α ← α − η⟨v − w, ∇f_i(v̄)⟩ (eq. 11), limited to [0, 1]. All gradients of a step are taken before the step.
-    w is returned; v and α are the personal state, and v̄ is the personal model.
+    w is returned; v and α are the personal state, and v̄ is the personal model. Statistics such as BatchNorm's are
+    those of v̄, with which it was trained: they are not mixed.
     """
 
     name = APFL
@@ -67,9 +68,10 @@ class APFLObjective(Objective):
         return Outcome(fitted, personal=personal)
 
     def personalise(self, work: Work) -> None:
-        alpha = self._alpha(work)
+        alpha, trained = self._alpha(work), dict(work.model.named_parameters(remove_duplicate=False))
+        raw = {entry.name: entry.raw for entry in work.layout.entries}
         mixed = {
-            name: alpha * value + (1 - alpha) * work.received[name] if value.dtype.kind == "f" else value
+            name: alpha * value + (1 - alpha) * work.received[name] if raw[name] in trained else value
             for name, value in work.personal.items()
             if name != _ALPHA
         }

@@ -2,7 +2,8 @@
 
 The update of a client is what it returned less what it was sent. Its expected norm is √(Σ_b m_b²), where m_b is the
 running median of the norms of block b, over the blocks that it returned: so clients that return different layers can be
-compared. The **ratio** of an update is its norm over the expected one.
+compared. The **ratio** of an update is its norm over the expected one. Statistics such as BatchNorm's have a ratio of
+their own, and the larger one counts: they change by far more than the weights, which would be hidden beside them.
 
 Norms are found as replies are read: measured where updates are clipped and with `deterministic`, otherwise estimated
 from a sample of each large entry, which costs next to nothing. A client that changes few values can escape the sample;
@@ -39,6 +40,7 @@ ROUNDS = 5
 _KEPT = 21  # of each of them: quantiles, in the middle of which is the median
 
 UPDATE, VALUE, INTEGER = "update", "value", "integer"
+_STATISTICS = "statistics"  # in place of the model's tree, in the keys of its statistics
 
 Norms = Mapping[str, float]
 """Norms of one reply, by a key for each block of each tree: of the updates, of the values of a model whose update was
@@ -53,9 +55,11 @@ class UpdateNorms:
 
     Args:
         blocks: label → entries, a partition of the model's entries.
+        statistics: entries that are no parameters.
     """
 
-    def __init__(self, blocks: Mapping[str, Names]) -> None:
+    def __init__(self, blocks: Mapping[str, Names], statistics: Iterable[str] = ()) -> None:
+        self._statistics = frozenset(statistics)
         self._block_of = {name: block for block, names in blocks.items() for name in names}
         self._earlier: deque[dict[str, list[float]]] = deque(maxlen=ROUNDS)
         self._now: dict[str, dict[str, float]] = {}  # key → client → norm
@@ -95,7 +99,8 @@ class UpdateNorms:
         sums: dict[str, float] = {}
 
         def enter(what: str, tree: str, name: str, square: float) -> None:
-            key = f"{what}/{tree}/{self._block_of.get(name, '')}"
+            group = _STATISTICS if not tree and name in self._statistics else tree
+            key = f"{what}/{group}/{self._block_of.get(name, '')}"
             sums[key] = sums.get(key, 0.0) + square
 
         for tree, squares in reply.squares.items():
@@ -113,7 +118,9 @@ class UpdateNorms:
             self._now.setdefault(key, {})[client] = norm
 
     def ratio(self, norms: Norms) -> float:
-        """The ratio of an update, in the tree where it is largest; 0 if nothing is known to compare it with."""
+        """The ratio of an update, in the tree, or its statistics, where it is largest; 0 if nothing is known to compare
+        it with.
+        """
         return max((_over(math.hypot(*have), math.hypot(*usual)) for have, usual in self._updates(norms)), default=0.0)
 
     def excess(self, norms: Norms) -> float:
@@ -141,7 +148,7 @@ class UpdateNorms:
         return max(found)
 
     def _updates(self, norms: Norms) -> Iterable[tuple[list[float], list[float]]]:
-        """For each tree, the norms of an update by block, and the usual ones."""
+        """For each tree, and for the model's statistics, the norms of an update by block, and the usual ones."""
         by_tree: dict[str, dict[str, float]] = {}
         for key, norm in norms.items():
             if key.startswith(UPDATE):

@@ -19,7 +19,7 @@ from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, RATE, TRAIN, Outgoin
 from tepal.exchange.sender import Sender
 from tepal.host.text import visible
 from tepal.strategies.aggregate import ON_TESTS
-from tepal.strategies.method import Method, Run, ServerModel
+from tepal.strategies.method import Method, Run, ServerModel, parameters_of
 from tepal.strategies.robust import averages, clips
 from tepal.strategies.rounds.asking import Asker
 from tepal.strategies.rounds.cohort import Cohorts, Rules, check_able
@@ -90,7 +90,8 @@ class RoundRunner:
     ) -> None:
         self.method, self.rules, self.weighted_by_key = method, rules, weighted_by_key
         self.ledger = ClientLedger(run.keep)
-        self.norms = UpdateNorms(method.transfer_blocks(model))
+        statistics = set(model.layout.names).difference(parameters_of(model))
+        self.norms = UpdateNorms(method.transfer_blocks(model), statistics)
         self.suspects = Suspects()
         self.memories: Mapping[str, Memory] = {"norms": self.norms, "suspects": self.suspects, **memories}
         """Name → what a checkpoint has beside the ledger."""

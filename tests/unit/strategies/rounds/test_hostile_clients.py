@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tepal.exchange import partial_exchange
 from tepal.exchange.bounds import MOST_METRICS, MOST_NOTES
 from tepal.exchange.encodings import PLAIN
 from tepal.exchange.header import Header
@@ -510,6 +512,56 @@ def test_unequal_parts_are_compared_by_their_own_blocks():
     # For the bound each block counts on its own, where a usual norm is at least a hundredth of the whole.
     assert norms.excess(norms.of(reply("one", a=50.0**2, b=100.0**2), "model")) == pytest.approx(50, rel=1e-3)
     assert norms.excess(norms.of(reply("one", b=300.0**2), "model")) == pytest.approx(3, rel=1e-3)
+
+
+def test_weights_are_not_hidden_beside_statistics_that_change_much_more():
+    """Those of a ResNet's BatchNorm are 99.9 % of an update's squared norm."""
+    norms = UpdateNorms({"layer": ("weight", "running_mean")}, ["running_mean"])
+
+    def reply(weight, statistic):
+        squares = {"weight": weight**2, "running_mean": statistic**2}
+        return Reply(client="", parts={}, examples=1, metrics={}, squares={"model": squares})
+
+    norms.begin()
+    for k in range(4):
+        norms.enter(f"client-{k}", norms.of(reply(1.0, 30.0), "model"))
+    norms.begin()
+    for (weight, statistic), ratio in (((10.0, 30.0), 10), ((1.0, 60.0), 2), ((0.5, 15.0), 0.5)):
+        of_reply = norms.of(reply(weight, statistic), "model")
+        assert norms.ratio(of_reply) == pytest.approx(ratio) and norms.excess(of_reply) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("given_model", [False, True])
+def test_the_weights_of_a_model_with_batch_norm_are_clipped_to_what_is_usual(given_model):
+    """Two of seven clients return the honest statistics, and ten times the honest change of the weights, backwards."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    start = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    app, merged = ClientApp(mods=[partial_exchange]), []
+
+    @app.train()
+    def train(msg, context):
+        client = int(context.node_config["partition-id"])
+        arrays = {name: array.numpy() for name, array in msg.content["arrays"].items()}
+        times = -10.0 if client < 2 else 1.0
+        steps = {"num_batches_tracked": 1, "running_mean": 50.0, "running_var": 50.0}
+        made = {
+            name: np.asarray(array + steps.get(name.partition(".")[2], 0.1 * times), array.dtype)
+            for name, array in arrays.items()
+        }
+        record = ArrayRecord({name: Array(array) for name, array in made.items()})
+        content = {"arrays": record, "metrics": MetricRecord({"num-examples": 5})}
+        return Message(RecordDict(content), reply_to=msg)
+
+    strategy = FedAvg(
+        robust="clip", model=model if given_model else None, fraction_evaluate=0, on_round=merged.append,
+        deterministic=True,
+    )  # fmt: skip
+    grid = InProcessGrid([Node(app, {"partition-id": client}) for client in range(7)])
+    result = strategy.start(grid, ArrayRecord({name: Array(array) for name, array in start.items()}), num_rounds=1)
+    ratios = dict(zip(merged[0].record["updates"], merged[0].record["ratios"], strict=True))
+    assert sorted(ratios.values()) == pytest.approx([1] * 5 + [10] * 2)
+    moved = result.arrays["0.weight"].numpy() - start["0.weight"]
+    np.testing.assert_allclose(moved, 0.1 * (5 - 2) / 7, rtol=1e-4, err_msg="clipped to the usual length")
 
 
 def test_personal_models_are_bounded_too(tmp_path):
