@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from logging import getLogger
 from typing import Annotated, Any, Literal, Unpack
 
 import numpy as np
@@ -27,15 +28,21 @@ from tepal.exchange.layout import Arrays, Names
 from tepal.exchange.modes import mode_of_tree, tree_of_mode
 from tepal.exchange.plan import MODEL, SCORED_AS, Plan, Reply, Tree
 from tepal.strategies.fedavg import FedAvgMethod, ModelState
+from tepal.strategies.fedfrozen import FedFrozenMethod, usual_warmup
 from tepal.strategies.method import Merger, Method, MethodError, Run, ServerModel
 from tepal.strategies.options import RoundOptions, listed
+from tepal.strategies.personal.averaging import PersonalisedMethod
 from tepal.strategies.rounds.strategy import MethodStrategy
 from tepal.strategies.schedule import mode_of, rounds_of
 
+log = getLogger("flwr")
+
 
 def rounds_of_mode(rounds: int, modes: int, strata: int) -> int:
-    """Return the number of rounds in which each mode is trained: a share strata/modes; all rounds if strata is 0."""
-    return round(rounds * (strata or modes) / modes)
+    """Return the mean number of rounds in which a mode is trained: in each by at least one of Q strata, with the
+    probability 1 − (1 − 1/K)^Q. All rounds if `strata` is 0: their number is that of the clients in a round.
+    """
+    return round(rounds * (1 - (1 - 1 / modes) ** strata)) if strata else rounds
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class FedEnsembleMethod(Method[EnsembleState]):
         self.phases = member.phases
         self.eval_metrics_of = "ensemble" if modes > 1 else "received"
         self._run: Run
+        self._rounds = 0
 
     def init(self, model: ServerModel, run: Run) -> EnsembleState:
         if len(model.starts) != self.modes:
@@ -78,6 +86,7 @@ class FedEnsembleMethod(Method[EnsembleState]):
         return EnsembleState(tuple(self.member.init(start, run) for start in starts))
 
     def begin(self, rounds: int) -> None:
+        self._rounds = rounds
         self.member.begin(rounds_of_mode(rounds, self.modes, self.strata))
 
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
@@ -95,6 +104,8 @@ class FedEnsembleMethod(Method[EnsembleState]):
                 f"strata={count}: at least one client of every stratum must train in a round, and {size} of "
                 f"{len(available)} clients do; set fewer strata, or a larger fraction_train"
             )
+        if not state.count:
+            self._warn_if_nothing_is_frozen(count)
         strata = dict(state.strata)
         sizes = np.bincount(np.array([*strata.values()], int), minlength=count)
         joiners = [client for client in available if client not in strata]
@@ -113,6 +124,19 @@ class FedEnsembleMethod(Method[EnsembleState]):
             cohort += [waiting[q].pop() for q in order[: size - len(cohort)]]
             order = [q for q in order if waiting[q]]
         return replace(state, count=count, strata=strata), cohort
+
+    def _warn_if_nothing_is_frozen(self, strata: int) -> None:
+        """With few clients in a round, a mode may have fewer merges than FedFrozen's warm-up has."""
+        if not isinstance(self.member, FedFrozenMethod):
+            return
+        fewest = min(rounds_of(k, strata, self.modes, self._rounds, self._run.seed) for k in range(self.modes))
+        if (warmup := self.member.warmup_rounds) >= fewest:
+            log.warning(
+                "FedFrozen's warm-up has %d rounds of each mode, but with %d clients of different strata in a round a "
+                "mode is trained in only %d of the %d rounds: it is never frozen. Set fewer warm-up rounds, such as "
+                "%d, fewer modes, or more rounds.",
+                warmup, strata, fewest, self._rounds, usual_warmup(fewest),
+            )  # fmt: skip
 
     def mode_of(self, state: EnsembleState, client: str, round: int) -> int:
         """The mode that this client trains in this round."""
@@ -279,7 +303,7 @@ class FedEnsemble(MethodStrategy):
         **round_options: Unpack[RoundOptions],
     ) -> None:
         method = FedAvgMethod() if member is None else member.method
-        if not isinstance(method, FedAvgMethod):
+        if not isinstance(method, FedAvgMethod) or isinstance(method, PersonalisedMethod):
             raise ValueError(
                 f"member is {type(member).__name__}, but a mode must be one global model: choose FedAvg, FedProx, "
                 "FedFrozen or SelectiveLayers"

@@ -286,6 +286,11 @@ def _method_warnings(config: RunConfig) -> list[str]:
             "selective layers with pretrained='': this method is for fine-tuning. From random weights, layers that are "
             "seldom chosen learn little, and the accuracy may stay at a guess; start from trained weights."
         ]
+    if rounds.strategy in ("scaffold", "feddyn") and rounds.robust != "none":
+        return [
+            f"strategy='{rounds.strategy}' with robust='{rounds.robust}': a client keeps all of its correction, "
+            "and the server merges a part of it, so the server's is an estimate, whose error lasts."
+        ]
     if rounds.strategy == "scaffold" and config.training.momentum:
         return [
             f"strategy='scaffold' with momentum={config.training.momentum:g}: the control variates are mean gradients "

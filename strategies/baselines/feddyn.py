@@ -7,7 +7,8 @@ Acar et al. 2021, arXiv:2111.04263, algorithm 1:
 
 P are the clients of the round, m is the number of all clients. All clients have the same weight: the limit minimises
 the mean of the L_k, whatever their numbers of examples. g_k, the gradient of L_k at θ_k, stays with its client; bytes
-are FedAvg's. g_k and h start at zero, and h = 1/m·Σ_k g_k in every round.
+are FedAvg's. g_k and h start at zero, and h = 1/m·Σ_k g_k in every round, unless `robust` merges
+other values than the clients keep.
 
 What the paper leaves open is defined so that this equation holds:
 

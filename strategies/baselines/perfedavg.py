@@ -2,7 +2,8 @@
 
     F_i(w) = f_i(w − α·∇f_i(w))        w ← weighted mean of the clients' w_i after local steps along ∇F_i
 
-Each client scores the global model after its step, w − α·∇f_i(w).
+Each client scores the global model after its step, w − α·∇f_i(w). The mean's weights are the clients' numbers of
+examples; the paper's are uniform.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Karimireddy et al. 2020, arXiv:1910.06378, algorithm 1 with option II:
 
 All control variates start at zero. c is sent with the model and c_i⁺ − c_i is returned with it, so the bytes are twice
 FedAvg's. c_i stays with its client and changes only with a reply that the server merged, so that c = 1/N·Σ_i c_i in
-every round. N is the number of all clients that were ever available; one that joins later starts with c_i = 0, and N
-grows.
+every round, unless `robust` merges other values than the clients keep. N is the number of all clients that were ever
+available; one that joins later starts with c_i = 0, and N grows.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_the_warmup_of_a_mode_follows_the_rounds_that_train_it():
     ensemble = {"strategy": "fedensemble", "fedensemble.member": "fedfrozen", "fedensemble.modes": 4}
     assert read_run_config({**ensemble, "num-server-rounds": 40}).fedfrozen.warmup_rounds == 12
     config = read_run_config({**ensemble, "fedensemble.strata": 2, "num-server-rounds": 40})
-    assert config.fedfrozen.warmup_rounds == 6
+    assert config.fedfrozen.warmup_rounds == 5, "three tenths of 40 · (1 − (3/4)²) rounds"
 
 
 def test_values_reach_their_section():
@@ -200,6 +200,15 @@ def test_steps_of_pfedme_that_go_beyond_their_target_are_a_warning(caplog):
         read_run_config(PFEDME)
     assert "learning-rate=0.1 times pfedme.lambda=15 is 1.5: above 1, each step" in caplog.text
     assert "goes beyond θ. Lower learning-rate, lower pfedme.lambda, or set pfedme.outer-step" in caplog.text
+
+
+@pytest.mark.parametrize("robust", ["none", "clip", "median"])
+@pytest.mark.parametrize("strategy", ["scaffold", "feddyn", "fedavg"])
+def test_corrections_that_the_server_merges_in_part_are_a_warning(strategy, robust, caplog):
+    with caplog.at_level("WARNING", logger="flwr"):
+        read_run_config({"strategy": strategy, "robust": robust, "optimizer": "sgd"})
+    warned = "a client keeps all of its correction" in caplog.text
+    assert warned == (strategy != "fedavg" and robust != "none")
 
 
 @pytest.mark.parametrize(

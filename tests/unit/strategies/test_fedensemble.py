@@ -23,10 +23,12 @@ from tepal.exchange import PartialExchange, partial_exchange, received
 from tepal.exchange.manifest import PARTS, RECORD, Manifest
 from tepal.models.blocks import canonical_state, find_blocks
 from tepal.strategies import (
+    Ditto,
     FedACS,
     FedAvg,
     FedEnsemble,
     FedFrozen,
+    LocalOnly,
     MethodError,
     MethodStrategy,
     RoundFailed,
@@ -35,9 +37,11 @@ from tepal.strategies import (
     modes_of,
 )
 from tepal.strategies.fedavg import FedAvgMethod
-from tepal.strategies.fedensemble import FedEnsembleMethod
+from tepal.strategies.fedensemble import EnsembleState, FedEnsembleMethod, rounds_of_mode
+from tepal.strategies.fedfrozen import FedFrozenMethod
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.schedule import mode_schedule
+from tepal.strategies.method import Run as MethodRun
+from tepal.strategies.schedule import mode_schedule, rounds_of
 from tepal.training.data import DataConfig, load_client
 from tests.apps import quickstart_app
 from tests.quiet import quiet  # noqa: F401
@@ -840,6 +844,35 @@ def test_modes_must_be_of_one_architecture():
         start(FedEnsemble(modes=2), "ab", rounds=1, initial=other)
 
 
+# ---- FedFrozen as the member -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("modes", "strata"), [(2, 1), (3, 1), (3, 2), (3, 10), (5, 20), (4, 4)])
+def test_the_rounds_of_a_mode_are_the_mean_over_schedules(modes, strata):
+    counts = [rounds_of(k, strata, modes, 60, seed) for seed in range(100) for k in range(modes)]
+    assert rounds_of_mode(60, modes, strata) == pytest.approx(np.mean(counts), abs=1)
+
+
+@pytest.mark.parametrize("strata", [1, 2, 3, 9])
+def test_the_usual_warm_up_is_a_part_of_the_rounds_of_each_mode(strata):
+    member = FedFrozenMethod(-1)
+    FedEnsembleMethod(3, strata, member=member).begin(30)
+    rounds = [rounds_of(k, strata, 3, 30, seed=0) for k in range(3)]
+    assert all(0.2 * each < member.warmup_rounds < 0.45 * each for each in rounds)
+
+
+@pytest.mark.parametrize(("rounds", "says"), [(6, True), (20, False)])
+def test_a_run_in_which_no_mode_is_ever_frozen_says_so(rounds, says, caplog):
+    """Two clients, each of another stratum, train two of five modes in a round."""
+    method = FedEnsembleMethod(5, member=FedFrozenMethod(3))
+    method._run = MethodRun()
+    method.begin(rounds)
+    fewest = min(rounds_of(k, 2, 5, rounds, seed=0) for k in range(5))
+    assert (fewest <= 3) == says
+    method.cohort(EnsembleState(()), ["a", "b"], 2, np.random.default_rng(0))
+    assert ("it is never frozen" in caplog.text) == says
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -852,6 +885,8 @@ BAD_OPTIONS = {
     "fraction": ({"fraction_train": 0}, "fraction_train is 0; it must be"),
     "schedule": ({"schedule": "linear"}, "schedule is 'linear'; it must be one of"),
     "FedACS": ({"member": FedACS(quantile=0.5)}, "member is FedACS, but a mode must be one global model"),
+    "Ditto": ({"member": Ditto()}, "member is Ditto, but a mode must be one global model"),
+    "local": ({"member": LocalOnly()}, "member is LocalOnly, but a mode must be one global model"),
     "itself": ({"member": FedEnsemble(modes=2)}, "member is FedEnsemble, but a mode must be one global model"),
 }
 

@@ -57,7 +57,8 @@ LAYOUT = Layout(
     ),
 )
 BLOCKS = SimpleNamespace(
-    query_key=QUERY_KEY, value=VALUE, value_projection=("qkv:v",), layout=LAYOUT, model="a model of 17 numbers"
+    query_key=QUERY_KEY, value=VALUE, value_projection=("qkv:v",), layout=LAYOUT, model="a model of 17 numbers",
+    buffers=(),
 )
 RAW = {
     "embed": np.ones((2, 2), np.float32),
