@@ -158,10 +158,18 @@ class Nodes:
                     "its key under this name.",
                     wanted, node_id, name,
                 )  # fmt: skip
-            if (other := self._node_of.get(name)) is not None:
-                self._unname(other)
-            if name in self._met and name not in self._again:
+            other = self._node_of.get(name)
+            if other is not None and other != node_id:
+                log.warning(
+                    "%s is back, as node %d. Node %d, which had the name, still counts as connected. If it was killed, "
+                    "this will end; if both run, only the newer one takes part: give each its own `name` and "
+                    "`cache-path`.",
+                    name, node_id, other,
+                )  # fmt: skip
+            elif name in self._met and name not in self._again:
                 log.info("%s is back, as node %d.", name, node_id)
+            if other is not None:
+                self._unname(other)
             if name not in self._expected:
                 holders[name] = holders.get(name) or proof
             self._looks.setdefault(name_key(name), name)

@@ -85,11 +85,13 @@ def test_an_impostor_does_not_get_the_name(tmp_path, gone, caplog):
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_the_holder_gets_its_name_back_as_another_node(tmp_path, listed):
+def test_the_holder_gets_its_name_back_as_another_node(tmp_path, listed, caplog):
     """Also while its killed process is still listed; and with the name its personal state."""
     grid = InProcessGrid([])
     holder = grid.add(Site(tmp_path, "holder", "client-0").node)
     grid.add(Site(tmp_path, "other", "client-1").node)
+
+    caplog.set_level("INFO", logger="flwr")
 
     def restart():
         if not listed:
@@ -99,6 +101,8 @@ def test_the_holder_gets_its_name_back_as_another_node(tmp_path, listed):
     history = run(grid, {2: restart})
     assert sorted(history[3].replied) == ["client-0", "client-1"]
     assert history[3].train_metrics["rounds-of-holder"] == 3
+    assert "client-0 is back, as node 3." in caplog.text
+    assert ("Node 1, which had the name, still counts as connected" in caplog.text) == listed
 
 
 def test_names_are_held_when_the_run_is_resumed(tmp_path):
