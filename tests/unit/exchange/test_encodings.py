@@ -559,6 +559,29 @@ def test_the_mean_of_unbiased_uploads_is_closer_the_more_there_are(clients):
     assert np.square(off).mean() == pytest.approx(1.55 / clients, rel=0.05)  # .61 / .39 of what each has
 
 
+@pytest.mark.parametrize("clients, arrives", [(10, 0.0), (0, 1.0)], ids=["scaled up", "fed back"])
+def test_a_small_change_that_all_have_in_common_arrives_only_by_feedback(clients, arrives):
+    """Docs say so. Ten of 40 clients a round: half of the values differ much among them, the others are small."""
+    wire = Encoding(up="auto").upload.averaged(clients, 4)
+    rng = np.random.default_rng(0)
+    aims = [{"own": rng.normal(size=(20, 20)), "common": np.full((20, 20), 0.2)} for _ in range(40)]
+    model = {name: np.zeros((20, 20)) for name in ("own", "common")}
+    left = [model] * 40
+    for _ in range(150):
+        taken = dict(model)
+        for client in rng.choice(40, 10, replace=False):
+            update = {
+                name: (0.3 * (aims[client][name] - model[name]) + left[client][name]).astype(np.float32)
+                for name in model
+            }
+            decoded = unpack(pack(update, update, wire), shapes_of(update, update), wire)
+            if not clients:
+                left[client] = {name: update[name] - decoded[name] for name in update}
+            taken = {name: taken[name] + decoded[name] / 10 for name in taken}
+        model = taken
+    assert model["common"].mean() / 0.2 == pytest.approx(arrives, abs=0.1)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_unbiased_what_is_not_finite_arrives_and_what_is_nearly_so_stays_finite(value):
     values = {"w": np.full((20, 20), value, np.float32)}
