@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +58,17 @@ class ServerFolder:
 
     def node_keys(self) -> dict[str, Path]:
         """Return the files of the authorised keys, by site, in the order of the names."""
-        return {path.stem: path for path in sorted(self.nodes.glob("*.pub")) if not path.name.startswith(".")}
+        return {path.stem: path for path in _public_keys(self.nodes) if not path.name.startswith(".")}
 
     def revoked_keys(self) -> list[tuple[str, Path]]:
         """Return (site, file) of each revoked key, the oldest of a site first."""
-        found = ((_REVOKED.fullmatch(path.name), path) for path in sorted(self.revoked.glob("*.pub")))
+        found = ((_REVOKED.fullmatch(path.name), path) for path in _public_keys(self.revoked))
         return [(match[1], path) for match, path in found if match]
+
+
+def _public_keys(folder: Path) -> list[Path]:
+    """Return the files *.pub of a folder, none if it does not exist. Unlike `glob`, raises OSError if it is closed."""
+    return sorted(path for path in folder.iterdir() if path.suffix == ".pub") if folder.exists() else []
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,9 @@ def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
     """Read a public key in OpenSSH format. Raises ProvisionError unless it is an ECDSA key, as SuperLinks need."""
     try:
         key = load_ssh_public_key(path.read_bytes())
+    except PermissionError:
+        uid = os.geteuid()
+        raise ProvisionError(f"{path} cannot be read by this user (uid {uid}). Use: chown {uid} {path}") from None
     except (IndexError, ValueError, NotImplementedError, UnsupportedAlgorithm):
         raise ProvisionError(
             f"{path} is not a public key in OpenSSH format: expected one line, ecdsa-sha2-nistp384 …"

@@ -93,7 +93,8 @@ def secret_of(private: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_everything_is_for_its_owner_alone_whatever_the_umask(tmp_path, umask):
+def test_what_is_secret_is_for_its_owner_alone_whatever_the_umask(tmp_path, umask):
+    """Others can open no folder. What is public can be read by the server's user also when root has copied it."""
     before = os.umask(umask)
     try:
         make(tmp_path / "fl", hosts=["localhost"], sites=["north"])
@@ -101,7 +102,8 @@ def test_everything_is_for_its_owner_alone_whatever_the_umask(tmp_path, umask):
     finally:
         os.umask(before)
     for path in [tmp_path / "fl", *(tmp_path / "fl").rglob("*"), tmp_path / "open", *(tmp_path / "open").rglob("*")]:
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+        mode = 0o700 if path.is_dir() else 0o644 if path.suffix in (".pub", ".crt") else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == mode, path
 
 
 def test_no_file_can_be_read_by_others_at_any_moment(tmp_path, monkeypatch):
@@ -473,8 +475,10 @@ def test_a_renewed_server_is_trusted_by_the_sites_there_are(tmp_path, made):
     assert tuple(path.read_bytes() for path in old) == first
     renew_server(made.folder)
     assert tuple(path.read_bytes() for path in old) == second, "the last pair, not the first"
-    for path in (*old, made.server.key, made.server.certificate):
+    for path in (old[1], made.server.key):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for path in (old[0], made.server.certificate):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert not list(made.folder.glob(".*")), "the first pair is gone"
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -503,6 +504,98 @@ def test_revoking_by_tepal_provision_unregisters_at_the_next_look(folder):
     provision.revoke(folder, "site-1")
     keys.update()
     assert fleet.names() == ["site-0"]
+
+
+def test_a_revoked_key_that_was_cut_and_is_completed_unregisters_its_site(folder):
+    """The old file in nodes/ stays, as in a copy of the server's folder over an earlier one; no time tells of it."""
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    keys.update()
+    key = (folder.nodes / "site-1.pub").read_bytes()
+    revoked = folder.revoked / "site-1-20260101T000000.000000Z.pub"
+    revoked.write_bytes(key[:50] + b"x" * len(key[50:]))
+    before = revoked.stat()
+    keys.update()
+    assert fleet.names() == ["site-0", "site-1"] and keys.names == ["site-0"]
+    revoked.write_bytes(key)
+    os.utime(revoked, ns=(before.st_atime_ns, before.st_mtime_ns))
+    keys.update()
+    assert fleet.names() == keys.names == ["site-0"]
+
+
+def test_a_new_key_that_becomes_readable_is_registered(folder, caplog, monkeypatch):
+    """`chown` changes neither the time of a file nor its size, and what root has copied is the server's after it."""
+    fleet, read, closed = FakeFleet(), Path.read_bytes, folder.nodes / "site-1.pub"
+
+    def refuse(path):
+        if path == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    keys = Keys(folder, fleet)
+    for _ in range(3):
+        keys.update()
+    assert fleet.names() == keys.names == ["site-0"]
+    assert caplog.text.count(f"cannot be read by this user (uid {os.geteuid()}). Use: chown") == 1
+    monkeypatch.undo()
+    keys.update()
+    assert fleet.names() == keys.names == ["site-0", "site-1"]
+
+
+def test_a_name_whose_revoked_key_cannot_be_read_is_not_authorised(folder, caplog):
+    fleet = FakeFleet()
+    (folder.revoked / "site-1-20260101T000000.000000Z.pub").write_bytes(b"half a ke")
+    keys = Keys(folder, fleet)
+    keys.update()
+    assert fleet.names() == keys.names == ["site-0"] and "is not registered while a key of it" in caplog.text
+    (folder.revoked / "site-0-20260101T000000.000000Z.pub").write_bytes(b"half a ke")
+    keys.update()
+    assert fleet.names() == ["site-0"] and keys.names == [], "it may be being copied"
+    keys.update()
+    assert fleet.names() == keys.names == []
+
+
+def test_a_renewed_key_stays_registered_while_the_revoked_one_cannot_be_read(folder, tmp_path):
+    """Where the SuperLink knows the old key, and where the revoked file was read before."""
+    new = (make(tmp_path / "other", hosts=["x"], sites=["site-0"]).server.nodes / "site-0.pub").read_bytes()
+    revoked = folder.revoked / "site-0-20260101T000000.000000Z.pub"
+    old = (folder.nodes / "site-0.pub").read_bytes()
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    keys.update()
+    (folder.nodes / "site-0.pub").write_bytes(new)
+    keys.update()
+    for content in (b"half a ke", old, b"half a ke"):
+        revoked.write_bytes(content)
+        for _ in range(3):
+            keys.update()
+        assert sorted(fleet.names()) == keys.names == ["site-0", "site-1"]
+    fleet = FakeFleet()
+    revoked.write_bytes(old)
+    keys = Keys(folder, fleet)
+    keys.update()
+    revoked.write_bytes(b"half a ke")
+    for _ in range(3):
+        keys.update()
+    assert fleet.names() == keys.names == ["site-0", "site-1"]
+
+
+def test_a_folder_of_revoked_keys_that_is_closed_changes_nothing(folder, caplog, monkeypatch):
+    fleet, listed = FakeFleet(), Path.iterdir
+
+    def refuse(path):
+        if path == folder.revoked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    keys = Keys(folder, fleet)
+    keys.update()
+    assert fleet.names() == [] and f"{folder.revoked} cannot be read (Permission denied)" in caplog.text
+    monkeypatch.undo()
+    keys.update()
+    assert fleet.names() == ["site-0", "site-1"]
 
 
 def test_nobody_is_revoked_when_the_folder_or_a_file_cannot_be_read(folder, caplog):
