@@ -174,6 +174,12 @@ key = ec.generate_private_key(ec.SECP384R1())
     assert "3 registered: site-1, site-2, site-3" in deployment.exec("server", "tepal", "server", "status")
 
 
+def test_the_doctor_finds_no_problem_in_a_server_that_is_well(deployment):
+    deployment.exec(
+        "server", "tepal", "doctor", "--credentials", "/app/credentials", "--superlink", "127.0.0.1:8000"
+    )  # it ends with status 1 where there is a problem
+
+
 # What they survive ----------------------------------------------------------------------------------------------------
 
 

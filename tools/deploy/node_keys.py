@@ -139,7 +139,7 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
     `host`: the name or address by which this machine reaches its own control port.
     """
     from tepal.host.site import read_certificate
-    from tepal.tools.deploy.provision import SOON, ProvisionError, hosts_of
+    from tepal.tools.deploy.provision import SOON, ProvisionError, closed, hosts_of
 
     for path in (server.root_certificates, server.certificate, server.key, server.nodes):
         if not path.exists():
@@ -148,29 +148,32 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
                 "`tepal provision make` writes them"
             )
     warnings = []
-    renew = "tepal provision renew` makes a new one"
-    for path in (server.root_certificates, server.certificate):
+    renew = "`tepal provision renew FOLDER --server` makes a new one"
+    anew = "A new deployment is needed, with new archives for all sites: `tepal provision make`"  # renewal keeps ca.crt
+    for path, remedy in ((server.root_certificates, anew), (server.certificate, renew)):
         try:
             certificate = read_certificate(path)
+        except PermissionError as error:
+            raise ServerError(str(closed(path))) from error
         except (OSError, ProvisionError) as error:
             raise ServerError(f"the certificate cannot be read: {error}") from error
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if end <= now:
-            raise ServerError(f"{path} expired on {end:%Y-%m-%d %H:%M} UTC: no node can connect. `{renew}")
+            raise ServerError(f"{path} expired on {end:%Y-%m-%d %H:%M} UTC: no node can connect. {remedy}")
         if begin > now:
             raise ServerError(
                 f"{path} is valid from {begin:%Y-%m-%d %H:%M} UTC on, and this machine's time is "
-                f"{now:%Y-%m-%d %H:%M} UTC: set the clock. `{renew}"
+                f"{now:%Y-%m-%d %H:%M} UTC. Set the clock"
             )
         if end - now < timedelta(days=SOON):
             warnings.append(
                 f"{path} expires in {(end - now).days} days, on {end:%Y-%m-%d %H:%M} UTC. After that no node can "
-                f"connect. `{renew}; then restart this server."
+                f"connect. {remedy}; then restart this server"
             )
     covered = hosts_of(certificate)
     if host.strip("[]") not in covered:
         raise ServerError(
             f"{server.certificate} is valid for {', '.join(covered) or 'no name'}, and not for {host}, where this "
-            f"server reaches its own control port. `{renew}"
+            f"server reaches its own control port. {renew}, with --host for each name"
         )
     return warnings

@@ -118,6 +118,7 @@ def find_server(folder: Path) -> ServerFolder:
 
     Raises ProvisionError if it is neither.
     """
+    _check_open(folder)
     for candidate in (folder / "server", folder):
         if (candidate / "nodes").is_dir() and (candidate / "ca.crt").is_file():
             return ServerFolder(candidate.absolute())
@@ -127,9 +128,34 @@ def find_server(folder: Path) -> ServerFolder:
     )
 
 
+def closed(path: Path) -> ProvisionError:
+    """Return the error for a file or folder that this user may not read: it says who may, and what to do."""
+    uid = os.geteuid()
+    try:
+        owner = f" and belongs to uid {path.stat().st_uid}"
+    except OSError:
+        owner = ""
+    return ProvisionError(
+        f"{path} cannot be read by this user (uid {uid}){owner}. Run the command with sudo; if this user runs the "
+        f"server: chown -R {uid} {path}"
+    )
+
+
+def _check_open(folder: Path) -> None:
+    """Raise ProvisionError if this user may not list a folder of credentials, or one in it. It may lack any of them."""
+    for each in (folder, folder / "server", folder / "server" / "nodes", folder / "server" / "revoked"):
+        try:
+            os.scandir(each).close()
+        except PermissionError:
+            raise closed(each) from None
+        except OSError:
+            continue
+
+
 def made_in(folder: Path) -> tuple[Provisioned, str]:
     """Return the folder and the server's address for sites. Raises ProvisionError if `make` did not write it."""
     made = Provisioned(folder.absolute())
+    _check_open(made.folder)
     needed = [made.folder / SETTINGS, made.server.nodes, made.server.root_certificates, made.folder / "sites"]
     missing = [str(path.relative_to(made.folder)) for path in needed if not path.exists()]
     if missing:
@@ -175,8 +201,7 @@ def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
     try:
         key = load_ssh_public_key(path.read_bytes())
     except PermissionError:
-        uid = os.geteuid()
-        raise ProvisionError(f"{path} cannot be read by this user (uid {uid}). Use: chown {uid} {path}") from None
+        raise closed(path) from None
     except (IndexError, ValueError, NotImplementedError, UnsupportedAlgorithm):
         raise ProvisionError(
             f"{path} is not a public key in OpenSSH format: expected one line, ecdsa-sha2-nistp384 …"

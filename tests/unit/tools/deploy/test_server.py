@@ -537,7 +537,7 @@ def test_a_new_key_that_becomes_readable_is_registered(folder, caplog, monkeypat
     for _ in range(3):
         keys.update()
     assert fleet.names() == keys.names == ["site-0"]
-    assert caplog.text.count(f"cannot be read by this user (uid {os.geteuid()}). Use: chown") == 1
+    assert caplog.text.count(f"{closed} cannot be read by this user (uid {os.geteuid()}) and belongs to uid") == 1
     monkeypatch.undo()
     keys.update()
     assert fleet.names() == keys.names == ["site-0", "site-1"]
@@ -677,18 +677,27 @@ def test_what_was_registered_is_logged_when_unregistering_fails_after_it(folder,
 @pytest.mark.parametrize(
     ("days", "said"),
     [(0, None), (340, "expires in 24 days"), (366, "server.crt expired on"), (3660, "ca.crt expired on"),
-     (-1, "set the clock")],
+     (-1, "Set the clock")],
 )  # fmt: skip
 def test_certificates_that_end_soon_or_have_ended_are_told(folder, days, said):
     now = datetime.now(UTC) + timedelta(days=days)
     if said and "expires" in said:
         (warning,) = check_credentials(folder, "127.0.0.1", now)
-        assert said in warning and "tepal provision renew" in warning
+        assert said in warning and "tepal provision renew FOLDER --server" in warning
     elif said:
-        with pytest.raises(ServerError, match=said):
+        with pytest.raises(ServerError, match=said) as error:
             check_credentials(folder, "127.0.0.1", now)
+        assert ("renew" in str(error.value)) == ("server.crt expired" in said)
     else:
         assert check_credentials(folder, "127.0.0.1", now) == []
+
+
+def test_an_authority_that_ends_soon_needs_a_new_deployment(tmp_path):
+    """`renew` makes no certificate of an authority, and none of the server that is valid for longer."""
+    made = make(tmp_path / "fl", hosts=["x"], sites=["a"], days=19, ca_days=19)
+    of_ca, of_server = check_credentials(made.server, "127.0.0.1", datetime.now(UTC))
+    assert "ca.crt expires" in of_ca and "`tepal provision make`" in of_ca and "renew" not in of_ca
+    assert "server.crt expires" in of_server and "renew FOLDER --server" in of_server
 
 
 def test_credentials_that_lack_something_are_refused(folder):
