@@ -145,7 +145,7 @@ def _comments(path):
     "page", [ROOT / "README.md", *PAGES, *sorted((ROOT / "docker").glob("*.yml"))], ids=lambda page: page.name
 )
 def test_every_compose_command_has_the_variables_that_its_files_need(page):
-    """Compose refuses every command without them, and not `up` alone: from an `export` before it, or in its own line."""
+    """From an `export` before it, or in its own line: compose refuses every command without them, not `up` alone."""
     text = page.read_text() if page.suffix == ".md" else f"```sh\n{_comments(page)}\n```"
     given = set()
     for command in commands(text, marked=True):

@@ -204,7 +204,8 @@ def test_a_folder_that_is_closed_to_this_user_is_named_with_who_may_read_it(flee
     monkeypatch.setattr(os, "scandir", refuse)  # root may open all
     [found] = doctor.check_credentials(fleet.folder)
     assert found.state == PROBLEM and found.remedy.startswith("Run the command with sudo")
-    assert f"{where} cannot be read by this user (uid {os.geteuid()}) and belongs to uid {where.stat().st_uid}" in found.found
+    said = f"{where} cannot be read by this user (uid {os.geteuid()}) and belongs to uid {where.stat().st_uid}"
+    assert said in found.found
     for command in (["list", str(fleet.folder)], ["add", str(fleet.folder), "--site", "west"]):
         done = CliRunner().invoke(main, ["provision", *command])
         assert done.exit_code == 1 and "belongs to uid" in done.stderr and "Errno" not in done.stderr

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepal.host.processes import free_port
+from tepal.strategies.rounds.report import SERVER
 from tepal.tools.cli.provision import app as provision
 from tepal.tools.deploy.fleet import Fleet, FleetError, KeyResult, Unreachable, align, open_fleet
 from tepal.tools.deploy.provision import (
@@ -206,11 +207,12 @@ def test_sites_call_the_first_host(tmp_path, host, superlink):
 @example("é")
 @example("x" * 64)
 @example("x" * 65)
+@example("Server")
 @settings(max_examples=20)
 def test_a_site_name_is_refused_or_is_that_of_its_file(tmp_path_factory, name):
     folder = tmp_path_factory.mktemp("names")
     allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
-    if 0 < len(name) <= 64 and set(name) <= allowed and name[0] not in ".-":
+    if 0 < len(name) <= 64 and set(name) <= allowed and name[0] not in ".-" and name.lower() != "server":
         made = make(folder / "fl", hosts=["localhost"], sites=[name])
         assert [path.name for path in (made.folder / "sites").iterdir()] == [f"{name}.tar.gz"]
         assert list(made.server.node_keys()) == [name]
@@ -222,6 +224,15 @@ def test_a_site_name_is_refused_or_is_that_of_its_file(tmp_path_factory, name):
             make(folder / "fl", hosts=["localhost"], sites=[name])
         assert not (folder / "fl").exists()
     shutil.rmtree(folder)
+
+
+def test_the_name_of_the_server_in_reports_is_refused_and_can_still_be_revoked(made):
+    """The server refuses it, in any case, when the site introduces itself."""
+    assert SERVER == "server"
+    with pytest.raises(ProvisionError, match="site name is 'SERVER', which is what reports call the server"):
+        add(made.folder, sites=["SERVER"])
+    (made.server.nodes / "north.pub").rename(made.server.nodes / "server.pub")
+    assert revoke(made.server, "server")
 
 
 # Whom TLS trusts ------------------------------------------------------------------------------------------------------
