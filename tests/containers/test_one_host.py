@@ -174,6 +174,12 @@ key = ec.generate_private_key(ec.SECP384R1())
     assert "3 registered: site-1, site-2, site-3" in deployment.exec("server", "tepal", "server", "status")
 
 
+def test_the_doctor_finds_no_problem_in_a_server_that_is_well(deployment):
+    deployment.exec(
+        "server", "tepal", "doctor", "--credentials", "/app/credentials", "--superlink", "127.0.0.1:8000"
+    )  # it ends with status 1 where there is a problem
+
+
 # What they survive ----------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +278,26 @@ def test_rounds_leave_no_processes_and_no_open_files_behind(deployment):
     for service in SERVICES:
         (processes, files), (processes_later, files_later) = first[service], second[service]
         assert processes_later <= processes + 1 and files_later <= files + 20
+
+
+def test_a_site_is_revoked_and_all_credentials_are_made_anew(deployment):
+    """As docs/operations.md says: the volumes keep what was computed, and everybody has a new key."""
+
+    def provision(*command: str) -> str:
+        return deployment.compose("run", "--rm", "provision", *command)
+
+    def registered(names: str) -> bool:
+        return f"registered: {names}" in deployment.exec("server", "tepal", "server", "status", check=False)
+
+    key, runs = deployment.exec("client-1", "cat", "/app/site/node.key"), deployment.runs()
+    assert "more days" in provision("tepal", "provision", "list", "/app/provision")
+    provision("tepal", "provision", "revoke", "/app/provision", "site-3")
+    wait_until(lambda: registered("site-1, site-2\n"), "the revocation")
+    provision("rm", "/app/provision/ca/complete")
+    deployment.compose("down")
+    deployment.up()
+    assert registered("site-1, site-2, site-3") and deployment.runs() == runs
+    assert deployment.exec("client-1", "cat", "/app/site/node.key") != key
 
 
 def test_everything_goes_when_it_is_taken_down(images):

@@ -136,6 +136,27 @@ def test_every_command_is_run_by_a_test_or_says_what_it_needs(page):
     assert not indented, "commands stand in blocks of ```sh"
 
 
+def _comments(path):
+    """The indented lines of a file's comments."""
+    return "\n".join(line[6:] for line in path.read_text().splitlines() if line.startswith("#     "))
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *PAGES, *sorted((ROOT / "docker").glob("*.yml"))], ids=lambda page: page.name
+)
+def test_every_compose_command_has_the_variables_that_its_files_need(page):
+    """From an `export` before it, or in its own line: compose refuses every command without them, not `up` alone."""
+    text = page.read_text() if page.suffix == ".md" else f"```sh\n{_comments(page)}\n```"
+    given = set()
+    for command in commands(text, marked=True):
+        names = set(re.findall(r"\b(\w+)=", command.partition("docker compose")[0]))
+        if command.startswith("export "):
+            given |= names
+        for file in re.findall(r"-f (docker/\S+)", command) if "docker compose" in command else ():
+            needed = set(re.findall(r"\$\{(\w+):\?", (ROOT / file).read_text()))
+            assert needed <= given | names, command
+
+
 def test_what_runs_the_commands_is_there():
     tests = "".join(path.read_text() for path in (ROOT / "tests/unit").glob("test_docs*.py"))
     for by in set(RUN_BY.values()):

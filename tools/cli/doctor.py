@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -27,9 +28,19 @@ def doctor_command(
     root_certificates: Annotated[
         Path | None, typer.Option(help="certificates to trust there", show_default="those of --credentials or --site")
     ] = None,
-    runs: Annotated[Path, typer.Option(help="folder of run directories")] = Path("runs"),
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder of run directories",
+            show_default="$TEPAL_STATE/runs; without $TEPAL_STATE: runs, or none where $TEPAL_SITE is set",
+        ),
+    ] = None,
     cache: Annotated[
-        Path | None, typer.Option(help="folder of clients' caches", show_default="$TEPAL_CACHE, or the user's")
+        Path | None,
+        typer.Option(
+            help="folder of clients' caches",
+            show_default="$TEPAL_CACHE, or the user's; none where $TEPAL_CREDENTIALS is set",
+        ),
     ] = None,
     port: Annotated[
         list[int] | None,
@@ -47,12 +58,20 @@ def doctor_command(
     as_json: AsJson = False,
 ) -> None:
     """Check this installation and its machine. The exit status is 1 if there is a problem."""
+    from tepal.exchange.cache import default_root
     from tepal.tools.cluster.connection import address_of
     from tepal.tools.dashboard.printed import console
     from tepal.tools.deploy.doctor import PROBLEM, examine, findings_table
 
     with reported():
         address = address_of(ray)
+    # As the images set it: a server's machine has no cache, and a site's has no runs.
+    if runs is None and (state := os.environ.get("TEPAL_STATE")):
+        runs = Path(state) / "runs"
+    elif runs is None and not os.environ.get("TEPAL_SITE"):
+        runs = Path("runs")
+    if cache is None and not os.environ.get("TEPAL_CREDENTIALS"):
+        cache = default_root()
     with Console(stderr=True).status("checking …"):
         findings = list(
             examine(

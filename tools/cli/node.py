@@ -43,7 +43,10 @@ def run(
     insecure: Annotated[bool, typer.Option("--insecure", envvar="TEPAL_INSECURE", help="no TLS and no key")] = False,
     node_config: Annotated[
         list[str] | None,
-        typer.Option(help="further 'key=value …' for the ClientApp (environment: TEPAL_NODE_CONFIG)"),
+        typer.Option(
+            help="further 'key=value …' for the ClientApp (environment: TEPAL_NODE_CONFIG; TEPAL_NODE_DATA: the "
+            "data-path where there is neither one nor a partition-id)"
+        ),
     ] = None,
     state: Annotated[
         Path | None, typer.Option(envvar="TEPAL_NODE_STATE", help="folder for the node's files; by default temporary")
@@ -128,13 +131,17 @@ def run(
         of_site = {"name": own.name, **own.node_config} if own else {}
         # Not read by typer, which would split the text at every space.
         given = node_config or [os.environ.get("TEPAL_NODE_CONFIG", "")]
+        of_node = {**of_site, **with_absolute_paths(parse_run_config(filter(None, given)))}
+        data = os.environ.get("TEPAL_NODE_DATA")
+        if data and not {"data-path", "partition-id"} & of_node.keys():
+            of_node["data-path"] = data
         settings = NodeSettings(
             superlink=superlink or (own.superlink if own else "127.0.0.1:9092"),
             root_certificates=own.root_certificates if own else root_certificates,
             insecure=insecure,
             key=own.key if own else key,
             name=own.name if own else "",
-            node_config={**of_site, **with_absolute_paths(parse_run_config(filter(None, given)))},
+            node_config=of_node,
             folder=state,
             control=control,
             health=health,

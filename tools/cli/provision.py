@@ -118,7 +118,8 @@ def renew_command(
             made = renew_server(folder, hosts=host or [], days=days)
             typer.echo(
                 f"{made.server.certificate}, {made.server.key}: new; the old pair is in *.old\n"
-                "Copy both to the server's machine, and restart the SuperLink: it reads them when it starts"
+                "Copy both to the server's machine, where they belong to the user that runs the server (in containers: "
+                "chown 49999:49999), and restart the SuperLink: it reads them when it starts"
             )
             if host:
                 typer.echo("Existing sites use the address in their site.toml: check that it still leads to the server")

@@ -31,12 +31,11 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
-from tepal.exchange.cache import default_root
 from tepal.host.flower.patches import FLOWER
 from tepal.host.limits import Limits
 from tepal.host.site import ProvisionError, SiteCredentials, days_left, read_certificate, read_site
 from tepal.tools.deploy import node_keys
-from tepal.tools.deploy.provision import SOON, find_server, overview, site_folder
+from tepal.tools.deploy.provision import SOON, closed, find_server, overview, site_folder
 
 OK, WARNING, PROBLEM, SKIPPED = "ok", "warning", "problem", "skipped"
 
@@ -85,7 +84,7 @@ class Finding:
 
 def examine(
     *,
-    runs: Path = Path("runs"),
+    runs: Path | None = None,
     cache: Path | None = None,
     ports: Sequence[int] = (),
     credentials: Path | None = None,
@@ -96,8 +95,8 @@ def examine(
     """Run all checks, one after the other.
 
     Args:
-        runs: Folder of run directories.
-        cache: Folder of clients' caches. None: that of this user.
+        runs: Folder of run directories. None: a node has none.
+        cache: Folder of clients' caches. None: a server has none.
         ports: Ports that must be free; by default those of a server, where one may be running.
         credentials: A folder of `tepal provision`, or a copy of its server/.
         site: A site's archive or folder.
@@ -109,7 +108,7 @@ def examine(
     yield from torch_and_gpu()
     yield from check_ports(ports)
     yield folder("runs folder", runs)
-    yield folder("cache folder", cache or default_root())
+    yield folder("cache folder", cache)
     yield memory()
     if credentials:
         yield from check_credentials(credentials)
@@ -234,8 +233,10 @@ def check_ports(named: Sequence[int]) -> Iterator[Finding]:
             yield Finding(check, OK, "free")
 
 
-def folder(check: str, path: Path) -> Finding:
+def folder(check: str, path: Path | None) -> Finding:
     """Check that files can be written to a folder, or to the one in which it will be created, and the free space."""
+    if path is None:
+        return Finding(check, SKIPPED, "not used here", f"name one with --{check.split()[0]}")
     path = path.expanduser().absolute()
     there = next(above for above in (path, *path.parents) if above.exists())
     try:
@@ -279,7 +280,8 @@ def check_credentials(path: Path) -> Iterator[Finding]:
         warnings = node_keys.check_credentials(server, "localhost", datetime.now(UTC))
         found = overview(path)
     except (ProvisionError, node_keys.ServerError, OSError) as error:
-        yield Finding(check, PROBLEM, *_halves(str(error)))
+        said = closed(Path(error.filename)) if isinstance(error, PermissionError) else error
+        yield Finding(check, PROBLEM, *_halves(str(said)))
         return
     for warning in warnings:
         yield Finding(check, WARNING, *_halves(warning))

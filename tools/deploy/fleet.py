@@ -133,7 +133,7 @@ def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[K
     Keys that are not in the folder stay as they are. Raises `Unreachable` when the SuperLink does not answer.
     """
     known = {node.public_key: node for node in fleet.node_keys()}
-    results, revoked = [], set()
+    results, revoked, doubtful = [], set(), set()
     # Revoked keys first: a site with a new key must not be registered twice.
     for site, path in server.revoked_keys():
         if name not in (None, site):
@@ -147,12 +147,20 @@ def align(fleet: Fleet, server: ServerFolder, name: str | None = None) -> list[K
                 results.append(KeyResult(site, "its revoked key is unregistered"))
         except Unreachable:
             raise
-        except (ProvisionError, FleetError, OSError) as error:
+        except FleetError as error:
             results.append(KeyResult(site, "", f"its revoked key could not be unregistered: {error}"))
+        except (ProvisionError, OSError) as error:
+            doubtful.add(site)
+            results.append(KeyResult(site, "", f"its revoked key cannot be read, and is not unregistered: {error}"))
     for site, path in server.node_keys().items():
         if name in (None, site):
             try:
-                results.append(_register(fleet, site, read_key(path), known, revoked))
+                key = read_key(path)
+                if site in doubtful and key not in known:
+                    problem = f"its key is not registered while a key of it in {server.revoked} cannot be read"
+                    results.append(KeyResult(site, "", problem))
+                    continue
+                results.append(_register(fleet, site, key, known, revoked))
             except Unreachable:
                 raise
             except (ProvisionError, FleetError, OSError) as error:

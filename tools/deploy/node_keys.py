@@ -43,6 +43,7 @@ class Keys:
         """Names of the authorised nodes."""
         self._fleet = fleet
         self._present: dict[str, bytes] = {}  # the last valid key of each name
+        self._revoked: dict[str, bytes] = {}  # the last valid key of each revoked file
         self._seen: set[bytes] = set()
         self._missing: set[bytes] = set()
         self._stamp: object = None
@@ -52,16 +53,21 @@ class Keys:
     def update(self) -> None:
         """Register new keys, and unregister missing and revoked ones. Each problem is logged once.
 
+        All files are read again until there is no problem. A name with a revoked file that was never readable is not
+        authorised: that file may have the key in nodes/.
+
         Raises FleetError when the SuperLink does not answer.
         """
         from tepal.tools.deploy.fleet import KeyResult, Unreachable, align, read_key
         from tepal.tools.deploy.provision import ProvisionError
 
         try:
-            stamp = [*map(_stamp, (*self.server.nodes.iterdir(), self.server.revoked))]
+            revoked = self.server.revoked_keys()
+            stamp = [*map(_stamp, (*self.server.nodes.iterdir(), *(path for _, path in revoked)))]
         except OSError as error:
             # An unmounted disk must not revoke all keys.
-            problem = f"{self.server.nodes} cannot be read ({error.strerror}): the registered nodes stay as they are"
+            where = error.filename or self.server.nodes
+            problem = f"{where} cannot be read ({error.strerror}): the registered nodes stay as they are"
             self._log(KeyResult("keys", "", problem))
             return
         if stamp == self._stamp and not self._missing:
@@ -73,6 +79,13 @@ class Keys:
             except (ProvisionError, OSError):  # `align` reports it
                 if name in self._present:
                     present[name] = self._present[name]
+        doubtful = set()
+        for name, path in revoked:
+            try:
+                self._revoked[path.name] = read_key(path)
+            except (ProvisionError, OSError):  # `align` reports it
+                if path.name not in self._revoked:
+                    doubtful.add(name)
         try:
             results = align(self._fleet, self.server)
         except Unreachable:
@@ -81,17 +94,25 @@ class Keys:
         for each in results:
             self._log(each)
         self._unanswered = False
+        if doubtful:
+            # Where the SuperLink knows a further key of the name, as after a renewal, that one is the revoked key.
+            others = {*self._revoked.values(), *present.values()}
+            doubtful -= {node.name for node in self._fleet.node_keys() if node.public_key not in others}
+            present = {name: key for name, key in present.items() if name not in doubtful}
         unregister, missing = vanished(self._seen, present.values(), self._missing)
         for node in self._fleet.node_keys() if unregister else ():
             if node.public_key in unregister and node.status != "unregistered":
                 self._fleet.unregister(node.node_id)
-                done = f"unregistered: its key was removed from {self.server.nodes}, or replaced"
-                self._log(KeyResult(node.name, done))
+                why = f"its key was removed from {self.server.nodes}, or replaced"
+                if node.name in doubtful:
+                    why = f"a key of it in {self.server.revoked} cannot be read, and this one may be the revoked one"
+                self._log(KeyResult(node.name, f"unregistered: {why}"))
         # Only now: what could not be unregistered is missing still, and the next update tries it again.
         self._missing = missing
-        self._present, self._seen, self._stamp = present, {*present.values(), *missing}, stamp
-        wrong = {each.site for each in results if each.problem}
-        self.names = sorted(name for name in present if name not in wrong)
+        self._present, self._seen = present, {*present.values(), *missing}
+        self._stamp = None if any(each.problem for each in results) else stamp
+        last = {each.site: each for each in results}  # of the key in nodes/: the results of revoked ones come before
+        self.names = sorted(name for name in present if name in last and not last[name].problem)
 
     def _log(self, result: KeyResult) -> None:
         if result.problem:
@@ -104,12 +125,12 @@ class Keys:
             log.info("Node %s: registered.", result.site)  # by the update that was not answered
 
 
-def _stamp(path: Path) -> tuple[str, int, int]:
+def _stamp(path: Path) -> tuple[str, int, int, int]:
     try:
         status = path.stat()
     except FileNotFoundError:
-        return path.name, 0, 0
-    return path.name, status.st_mtime_ns, status.st_size
+        return path.name, 0, 0, 0
+    return path.name, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
 def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[str]:
@@ -118,7 +139,7 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
     `host`: the name or address by which this machine reaches its own control port.
     """
     from tepal.host.site import read_certificate
-    from tepal.tools.deploy.provision import SOON, ProvisionError, hosts_of
+    from tepal.tools.deploy.provision import SOON, ProvisionError, closed, hosts_of
 
     for path in (server.root_certificates, server.certificate, server.key, server.nodes):
         if not path.exists():
@@ -127,29 +148,32 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
                 "`tepal provision make` writes them"
             )
     warnings = []
-    renew = "tepal provision renew` makes a new one"
-    for path in (server.root_certificates, server.certificate):
+    renew = "`tepal provision renew FOLDER --server` makes a new one"
+    anew = "A new deployment is needed, with new archives for all sites: `tepal provision make`"  # renewal keeps ca.crt
+    for path, remedy in ((server.root_certificates, anew), (server.certificate, renew)):
         try:
             certificate = read_certificate(path)
+        except PermissionError as error:
+            raise ServerError(str(closed(path))) from error
         except (OSError, ProvisionError) as error:
             raise ServerError(f"the certificate cannot be read: {error}") from error
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if end <= now:
-            raise ServerError(f"{path} expired on {end:%Y-%m-%d %H:%M} UTC: no node can connect. `{renew}")
+            raise ServerError(f"{path} expired on {end:%Y-%m-%d %H:%M} UTC: no node can connect. {remedy}")
         if begin > now:
             raise ServerError(
                 f"{path} is valid from {begin:%Y-%m-%d %H:%M} UTC on, and this machine's time is "
-                f"{now:%Y-%m-%d %H:%M} UTC: set the clock. `{renew}"
+                f"{now:%Y-%m-%d %H:%M} UTC. Set the clock"
             )
         if end - now < timedelta(days=SOON):
             warnings.append(
                 f"{path} expires in {(end - now).days} days, on {end:%Y-%m-%d %H:%M} UTC. After that no node can "
-                f"connect. `{renew}; then restart this server."
+                f"connect. {remedy}; then restart this server"
             )
     covered = hosts_of(certificate)
     if host.strip("[]") not in covered:
         raise ServerError(
             f"{server.certificate} is valid for {', '.join(covered) or 'no name'}, and not for {host}, where this "
-            f"server reaches its own control port. `{renew}"
+            f"server reaches its own control port. {renew}, with --host for each name"
         )
     return warnings

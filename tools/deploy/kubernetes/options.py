@@ -23,7 +23,7 @@ DATA = (
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _NAMESPACE = re.compile(_LABEL)
 _OBJECT = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
-_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:Ki|Mi|Gi|Ti|k|M|G|T)?")
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:Ki|Mi|Gi|Ti|k|M|G|T)")  # a number alone is bytes
 _CPUS = re.compile(r"([0-9]+(?:\.[0-9]{1,3})?|[0-9]+m)")
 _PATH = r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*"
 _REGISTRY = re.compile(rf"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]{{1,5}})?(?:/{_PATH})*")
@@ -175,7 +175,7 @@ def _check_image(option: str, value: str) -> None:
 def _check_bytes(option: str, value: str) -> None:
     found = _BYTES.fullmatch(value)
     if not found or not float(found[1]):
-        raise ProvisionError(f"{option} is {value!r}, expected a size such as 512Mi, 2Gi or 20Gi")
+        raise ProvisionError(f"{option} is {value!r}, expected a size with its unit such as 512Mi, 2Gi or 20Gi")
 
 
 def _check_cpus(option: str, value: str) -> None:

@@ -20,6 +20,7 @@ from tepal.tools.deploy.provision.certificates import SOON, hosts_of
 from tepal.tools.deploy.provision.folder import (
     Provisioned,
     ServerFolder,
+    closed,
     find_server,
     load_public_key,
     overview,
@@ -34,6 +35,7 @@ __all__ = [
     "ServerFolder",
     "SiteCredentials",
     "add",
+    "closed",
     "find_server",
     "hosts_of",
     "load_public_key",

@@ -15,6 +15,8 @@ from tepal.host.site import ProvisionError
 Tree = dict[str, "bytes | Tree"]
 """Files by name; a folder is a tree."""
 
+_PUBLIC = (".crt", ".pub")  # the server's user can read these also when root has copied them
+
 
 class Change:
     """The changes of one call to a folder. New files are written to a hidden folder in it; `commit` only renames."""
@@ -26,7 +28,7 @@ class Change:
     def add(self, target: Path, content: bytes | Tree) -> None:
         """Add a file or folder that does not exist yet."""
         new = self._staged()
-        write_tree(new, content)
+        write_tree(new, content, target.suffix)
         self.move(new, target)
 
     def move(self, source: Path, target: Path) -> None:
@@ -67,8 +69,11 @@ def changing(folder: Path) -> Iterator[Change]:
         change.commit()
 
 
-def write_tree(path: Path, content: bytes | Tree) -> None:
-    """Write a file (mode 0600) or a folder (0700), which no other user can read at any moment, whatever the umask."""
+def write_tree(path: Path, content: bytes | Tree, suffix: str = "") -> None:
+    """Write a folder (mode 0700), a certificate or public key (0644) or another file (0600), whatever the umask.
+
+    No other user can read a folder, or a file of mode 0600, at any moment. `suffix`: that of the final name of `path`.
+    """
     if isinstance(content, dict):
         path.mkdir(mode=0o700)
         path.chmod(0o700)
@@ -77,5 +82,6 @@ def write_tree(path: Path, content: bytes | Tree) -> None:
         return
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, 0o600)  # the umask may have removed more rights
+        # The umask may have removed more rights.
+        os.fchmod(descriptor, 0o644 if (suffix or path.suffix) in _PUBLIC else 0o600)
         file.write(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +58,17 @@ class ServerFolder:
 
     def node_keys(self) -> dict[str, Path]:
         """Return the files of the authorised keys, by site, in the order of the names."""
-        return {path.stem: path for path in sorted(self.nodes.glob("*.pub")) if not path.name.startswith(".")}
+        return {path.stem: path for path in _public_keys(self.nodes) if not path.name.startswith(".")}
 
     def revoked_keys(self) -> list[tuple[str, Path]]:
         """Return (site, file) of each revoked key, the oldest of a site first."""
-        found = ((_REVOKED.fullmatch(path.name), path) for path in sorted(self.revoked.glob("*.pub")))
+        found = ((_REVOKED.fullmatch(path.name), path) for path in _public_keys(self.revoked))
         return [(match[1], path) for match, path in found if match]
+
+
+def _public_keys(folder: Path) -> list[Path]:
+    """Return the files *.pub of a folder, none if it does not exist. Unlike `glob`, raises OSError if it is closed."""
+    return sorted(path for path in folder.iterdir() if path.suffix == ".pub") if folder.exists() else []
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,7 @@ def find_server(folder: Path) -> ServerFolder:
 
     Raises ProvisionError if it is neither.
     """
+    _check_open(folder)
     for candidate in (folder / "server", folder):
         if (candidate / "nodes").is_dir() and (candidate / "ca.crt").is_file():
             return ServerFolder(candidate.absolute())
@@ -121,9 +128,34 @@ def find_server(folder: Path) -> ServerFolder:
     )
 
 
+def closed(path: Path) -> ProvisionError:
+    """Return the error for a file or folder that this user may not read: it says who may, and what to do."""
+    uid = os.geteuid()
+    try:
+        owner = f" and belongs to uid {path.stat().st_uid}"
+    except OSError:
+        owner = ""
+    return ProvisionError(
+        f"{path} cannot be read by this user (uid {uid}){owner}. Run the command with sudo; if this user runs the "
+        f"server: chown -R {uid} {path}"
+    )
+
+
+def _check_open(folder: Path) -> None:
+    """Raise ProvisionError if this user may not list a folder of credentials, or one in it. It may lack any of them."""
+    for each in (folder, folder / "server", folder / "server" / "nodes", folder / "server" / "revoked"):
+        try:
+            os.scandir(each).close()
+        except PermissionError:
+            raise closed(each) from None
+        except OSError:
+            continue
+
+
 def made_in(folder: Path) -> tuple[Provisioned, str]:
     """Return the folder and the server's address for sites. Raises ProvisionError if `make` did not write it."""
     made = Provisioned(folder.absolute())
+    _check_open(made.folder)
     needed = [made.folder / SETTINGS, made.server.nodes, made.server.root_certificates, made.folder / "sites"]
     missing = [str(path.relative_to(made.folder)) for path in needed if not path.exists()]
     if missing:
@@ -168,6 +200,8 @@ def load_public_key(path: Path) -> ec.EllipticCurvePublicKey:
     """Read a public key in OpenSSH format. Raises ProvisionError unless it is an ECDSA key, as SuperLinks need."""
     try:
         key = load_ssh_public_key(path.read_bytes())
+    except PermissionError:
+        raise closed(path) from None
     except (IndexError, ValueError, NotImplementedError, UnsupportedAlgorithm):
         raise ProvisionError(
             f"{path} is not a public key in OpenSSH format: expected one line, ecdsa-sha2-nistp384 …"

@@ -26,6 +26,8 @@ from tepal.tools.deploy.provision.change import Tree, changing
 from tepal.tools.deploy.provision.folder import SETTINGS, TIME, Provisioned, ServerFolder, made_in
 from tepal.tools.deploy.provision.site_files import add_site, node_config_of, pack_site, site_toml
 
+_RESERVED = "server"  # the server itself in reports, as in strategies/rounds/report.py
+
 
 def make(
     folder: Path,
@@ -44,7 +46,7 @@ def make(
         folder: The folder, whose parent exists.
         hosts: Names and addresses of the server; sites connect to the first. localhost and 127.0.0.1 are always added
             to the certificate.
-        sites: Names: letters, digits, '-', '_', '.', up to 64.
+        sites: Names: letters, digits, '-', '_', '.', up to 64; not "server", in any case.
         port: Port of the server's Fleet API.
         days: Validity of the server's certificate.
         ca_days: Validity of the authority's certificate.
@@ -204,7 +206,7 @@ def revoke(server: ServerFolder, name: str) -> Path | None:
 
     `fleet.align` unregisters it at a running SuperLink. Raises ProvisionError if there is no such site.
     """
-    _site_names([name])
+    _check_name(name)
     path = server.node_keys().get(name)
     if path is None:
         if name in {revoked for revoked, _ in server.revoked_keys()}:
@@ -216,15 +218,23 @@ def revoke(server: ServerFolder, name: str) -> Path | None:
     return target
 
 
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ProvisionError(
+            f"site name is {name!r}, expected 1 to 64 letters, digits, '-', '_' and '.', not beginning with '.' or '-'"
+        )
+
+
 def _site_names(names: Sequence[str]) -> list[str]:
     if not names:
         raise ProvisionError("no site is given: name each with --site")
     seen: dict[str, str] = {}
     for name in names:
-        if not NAME.fullmatch(name):
+        _check_name(name)
+        if name.casefold() == _RESERVED:
             raise ProvisionError(
-                f"site name is {name!r}, expected 1 to 64 letters, digits, '-', '_' and '.', not beginning with '.' or "
-                "'-'"
+                f"site name is {name!r}, which is what reports call the server, and every reply of the site would be "
+                "refused: give it another name"
             )
         if name.casefold() in seen:
             other = seen[name.casefold()]

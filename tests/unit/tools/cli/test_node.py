@@ -1,12 +1,17 @@
 """`tepal node` on the command line: what it refuses, and what `status` and `drain` end with."""
 
+import re
+
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from tepal.client_app.node import node as parent
 from tepal.client_app.node import node_pb2
 from tepal.client_app.node.service import Services
 from tepal.tools.cli.node import app as node
+from tepal.tools.deploy.provision import make
+from tests.packages import ROOT
 
 
 def run(*arguments, **environment):
@@ -79,6 +84,26 @@ def test_a_node_config_of_the_environment_is_taken_unless_one_is_given(settings)
     assert [dict(given.node_config) for given in settings] == [
         {"partition-id": 3, "name": "a b"}, {"partition-id": 4}, {},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("of_site", "given", "expected"),
+    [
+        ({"data-path": "/data/scans"}, "", "/data/scans"),
+        ({"data-path": "/data/scans"}, 'device="cpu"', "/data/scans"),
+        ({"data-path": "/data/scans"}, 'data-path="/data/other"', "/data/other"),
+        ({}, 'device="cpu"', "/data/site.npz"),
+        ({}, "partition-id=0 num-partitions=3", None),
+    ],
+)
+def test_the_data_path_of_compose_is_for_sites_that_have_none(settings, tmp_path, of_site, given, expected):
+    environment = yaml.safe_load((ROOT / "docker/common.yml").read_text())["services"]["client"]["environment"]
+    environment = {key: re.sub(r"\$\{\w+:?-(.*)\}", r"\1", value) for key, value in environment.items()}
+    assert environment["TEPAL_NODE_CONFIG"] == ""
+    made = make(tmp_path / "fleet", hosts=["x"], sites=["north"], node_config=of_site, unpacked=True)
+    done = run("--site", str(made.unpacked("north")), **{**environment, "TEPAL_NODE_CONFIG": given})
+    assert done.exit_code == 0, done.output
+    assert settings[0].node_config.get("data-path") == expected
 
 
 def test_a_port_that_is_taken_is_said(monkeypatch):

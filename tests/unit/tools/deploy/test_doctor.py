@@ -192,6 +192,35 @@ def test_what_is_no_site_or_no_credentials_is_a_problem(fleet, tmp_path):
     assert lacking.state == PROBLEM and "server.crt" in lacking.found
 
 
+@pytest.mark.parametrize("part", ["", "server", "server/revoked"])
+def test_a_folder_that_is_closed_to_this_user_is_named_with_who_may_read_it(fleet, monkeypatch, part):
+    where, scandir = fleet.folder / part, os.scandir
+
+    def refuse(path):
+        if path == where:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may open all
+    [found] = doctor.check_credentials(fleet.folder)
+    assert found.state == PROBLEM and found.remedy.startswith("Run the command with sudo")
+    said = f"{where} cannot be read by this user (uid {os.geteuid()}) and belongs to uid {where.stat().st_uid}"
+    assert said in found.found
+    for command in (["list", str(fleet.folder)], ["add", str(fleet.folder), "--site", "west"]):
+        done = CliRunner().invoke(main, ["provision", *command])
+        assert done.exit_code == 1 and "belongs to uid" in done.stderr and "Errno" not in done.stderr
+
+
+def test_a_certificate_that_is_closed_to_this_user_is_named_too(fleet, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(doctor.node_keys.Path, "read_bytes", refuse)
+    [found] = doctor.check_credentials(fleet.folder)
+    assert found.state == PROBLEM and "ca.crt cannot be read by this user" in found.found
+    assert found.remedy.startswith("Run the command with sudo")
+
+
 # --- the clock --------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +291,32 @@ def test_the_status_is_1_where_there_is_a_problem(without_torch, fleet, tmp_path
     lines = ill.stdout.splitlines()
     [at] = [number for number, line in enumerate(lines) if line.startswith("problem")]
     assert "private keys" in lines[at] and lines[at + 1].split() == ["→", "chmod", "600", str(fleet.server.key)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "skipped"),
+    [
+        ({"TEPAL_CREDENTIALS": "/app/credentials", "TEPAL_STATE": "{state}"}, "cache folder"),
+        ({"TEPAL_SITE": "/app/site", "TEPAL_CACHE": "{state}"}, "runs folder"),
+    ],
+)
+def test_a_container_writes_to_the_folders_of_its_image_alone(
+    without_torch, tmp_path, monkeypatch, environment, skipped
+):
+    temporary_file, state = doctor.tempfile.TemporaryFile, tmp_path / "state"
+    state.mkdir()
+
+    def refuse(dir):
+        if dir != state:
+            raise OSError(30, "Read-only file system")
+        return temporary_file(dir=dir)
+
+    monkeypatch.setattr(doctor.tempfile, "TemporaryFile", refuse)
+    given = {key: value.format(state=state) for key, value in environment.items()}
+    done = CliRunner().invoke(main, ["doctor", "--json"], env=given)
+    found = {each["check"]: each for each in json.loads(done.stdout)}
+    assert done.exit_code == 0, done.stdout
+    assert [name for name in ("runs folder", "cache folder") if found[name]["state"] == SKIPPED] == [skipped]
 
 
 def test_the_archive_that_is_looked_at_stays_as_it_is(fleet):

@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepal.host.processes import free_port
+from tepal.strategies.rounds.report import SERVER
 from tepal.tools.cli.provision import app as provision
 from tepal.tools.deploy.fleet import Fleet, FleetError, KeyResult, Unreachable, align, open_fleet
 from tepal.tools.deploy.provision import (
@@ -93,7 +94,8 @@ def secret_of(private: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_everything_is_for_its_owner_alone_whatever_the_umask(tmp_path, umask):
+def test_what_is_secret_is_for_its_owner_alone_whatever_the_umask(tmp_path, umask):
+    """Others can open no folder. What is public can be read by the server's user also when root has copied it."""
     before = os.umask(umask)
     try:
         make(tmp_path / "fl", hosts=["localhost"], sites=["north"])
@@ -101,7 +103,8 @@ def test_everything_is_for_its_owner_alone_whatever_the_umask(tmp_path, umask):
     finally:
         os.umask(before)
     for path in [tmp_path / "fl", *(tmp_path / "fl").rglob("*"), tmp_path / "open", *(tmp_path / "open").rglob("*")]:
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+        mode = 0o700 if path.is_dir() else 0o644 if path.suffix in (".pub", ".crt") else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == mode, path
 
 
 def test_no_file_can_be_read_by_others_at_any_moment(tmp_path, monkeypatch):
@@ -204,11 +207,12 @@ def test_sites_call_the_first_host(tmp_path, host, superlink):
 @example("é")
 @example("x" * 64)
 @example("x" * 65)
+@example("Server")
 @settings(max_examples=20)
 def test_a_site_name_is_refused_or_is_that_of_its_file(tmp_path_factory, name):
     folder = tmp_path_factory.mktemp("names")
     allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
-    if 0 < len(name) <= 64 and set(name) <= allowed and name[0] not in ".-":
+    if 0 < len(name) <= 64 and set(name) <= allowed and name[0] not in ".-" and name.lower() != "server":
         made = make(folder / "fl", hosts=["localhost"], sites=[name])
         assert [path.name for path in (made.folder / "sites").iterdir()] == [f"{name}.tar.gz"]
         assert list(made.server.node_keys()) == [name]
@@ -220,6 +224,15 @@ def test_a_site_name_is_refused_or_is_that_of_its_file(tmp_path_factory, name):
             make(folder / "fl", hosts=["localhost"], sites=[name])
         assert not (folder / "fl").exists()
     shutil.rmtree(folder)
+
+
+def test_the_name_of_the_server_in_reports_is_refused_and_can_still_be_revoked(made):
+    """The server refuses it, in any case, when the site introduces itself."""
+    assert SERVER == "server"
+    with pytest.raises(ProvisionError, match="site name is 'SERVER', which is what reports call the server"):
+        add(made.folder, sites=["SERVER"])
+    (made.server.nodes / "north.pub").rename(made.server.nodes / "server.pub")
+    assert revoke(made.server, "server")
 
 
 # Whom TLS trusts ------------------------------------------------------------------------------------------------------
@@ -473,8 +486,10 @@ def test_a_renewed_server_is_trusted_by_the_sites_there_are(tmp_path, made):
     assert tuple(path.read_bytes() for path in old) == first
     renew_server(made.folder)
     assert tuple(path.read_bytes() for path in old) == second, "the last pair, not the first"
-    for path in (*old, made.server.key, made.server.certificate):
+    for path in (old[1], made.server.key):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    for path in (old[0], made.server.certificate):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert not list(made.folder.glob(".*")), "the first pair is gone"
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -505,6 +506,98 @@ def test_revoking_by_tepal_provision_unregisters_at_the_next_look(folder):
     assert fleet.names() == ["site-0"]
 
 
+def test_a_revoked_key_that_was_cut_and_is_completed_unregisters_its_site(folder):
+    """The old file in nodes/ stays, as in a copy of the server's folder over an earlier one; no time tells of it."""
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    keys.update()
+    key = (folder.nodes / "site-1.pub").read_bytes()
+    revoked = folder.revoked / "site-1-20260101T000000.000000Z.pub"
+    revoked.write_bytes(key[:50] + b"x" * len(key[50:]))
+    before = revoked.stat()
+    keys.update()
+    assert fleet.names() == ["site-0", "site-1"] and keys.names == ["site-0"]
+    revoked.write_bytes(key)
+    os.utime(revoked, ns=(before.st_atime_ns, before.st_mtime_ns))
+    keys.update()
+    assert fleet.names() == keys.names == ["site-0"]
+
+
+def test_a_new_key_that_becomes_readable_is_registered(folder, caplog, monkeypatch):
+    """`chown` changes neither the time of a file nor its size, and what root has copied is the server's after it."""
+    fleet, read, closed = FakeFleet(), Path.read_bytes, folder.nodes / "site-1.pub"
+
+    def refuse(path):
+        if path == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    keys = Keys(folder, fleet)
+    for _ in range(3):
+        keys.update()
+    assert fleet.names() == keys.names == ["site-0"]
+    assert caplog.text.count(f"{closed} cannot be read by this user (uid {os.geteuid()}) and belongs to uid") == 1
+    monkeypatch.undo()
+    keys.update()
+    assert fleet.names() == keys.names == ["site-0", "site-1"]
+
+
+def test_a_name_whose_revoked_key_cannot_be_read_is_not_authorised(folder, caplog):
+    fleet = FakeFleet()
+    (folder.revoked / "site-1-20260101T000000.000000Z.pub").write_bytes(b"half a ke")
+    keys = Keys(folder, fleet)
+    keys.update()
+    assert fleet.names() == keys.names == ["site-0"] and "is not registered while a key of it" in caplog.text
+    (folder.revoked / "site-0-20260101T000000.000000Z.pub").write_bytes(b"half a ke")
+    keys.update()
+    assert fleet.names() == ["site-0"] and keys.names == [], "it may be being copied"
+    keys.update()
+    assert fleet.names() == keys.names == []
+
+
+def test_a_renewed_key_stays_registered_while_the_revoked_one_cannot_be_read(folder, tmp_path):
+    """Where the SuperLink knows the old key, and where the revoked file was read before."""
+    new = (make(tmp_path / "other", hosts=["x"], sites=["site-0"]).server.nodes / "site-0.pub").read_bytes()
+    revoked = folder.revoked / "site-0-20260101T000000.000000Z.pub"
+    old = (folder.nodes / "site-0.pub").read_bytes()
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    keys.update()
+    (folder.nodes / "site-0.pub").write_bytes(new)
+    keys.update()
+    for content in (b"half a ke", old, b"half a ke"):
+        revoked.write_bytes(content)
+        for _ in range(3):
+            keys.update()
+        assert sorted(fleet.names()) == keys.names == ["site-0", "site-1"]
+    fleet = FakeFleet()
+    revoked.write_bytes(old)
+    keys = Keys(folder, fleet)
+    keys.update()
+    revoked.write_bytes(b"half a ke")
+    for _ in range(3):
+        keys.update()
+    assert fleet.names() == keys.names == ["site-0", "site-1"]
+
+
+def test_a_folder_of_revoked_keys_that_is_closed_changes_nothing(folder, caplog, monkeypatch):
+    fleet, listed = FakeFleet(), Path.iterdir
+
+    def refuse(path):
+        if path == folder.revoked:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    keys = Keys(folder, fleet)
+    keys.update()
+    assert fleet.names() == [] and f"{folder.revoked} cannot be read (Permission denied)" in caplog.text
+    monkeypatch.undo()
+    keys.update()
+    assert fleet.names() == ["site-0", "site-1"]
+
+
 def test_nobody_is_revoked_when_the_folder_or_a_file_cannot_be_read(folder, caplog):
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
@@ -584,18 +677,27 @@ def test_what_was_registered_is_logged_when_unregistering_fails_after_it(folder,
 @pytest.mark.parametrize(
     ("days", "said"),
     [(0, None), (340, "expires in 24 days"), (366, "server.crt expired on"), (3660, "ca.crt expired on"),
-     (-1, "set the clock")],
+     (-1, "Set the clock")],
 )  # fmt: skip
 def test_certificates_that_end_soon_or_have_ended_are_told(folder, days, said):
     now = datetime.now(UTC) + timedelta(days=days)
     if said and "expires" in said:
         (warning,) = check_credentials(folder, "127.0.0.1", now)
-        assert said in warning and "tepal provision renew" in warning
+        assert said in warning and "tepal provision renew FOLDER --server" in warning
     elif said:
-        with pytest.raises(ServerError, match=said):
+        with pytest.raises(ServerError, match=said) as error:
             check_credentials(folder, "127.0.0.1", now)
+        assert ("renew" in str(error.value)) == ("server.crt expired" in said)
     else:
         assert check_credentials(folder, "127.0.0.1", now) == []
+
+
+def test_an_authority_that_ends_soon_needs_a_new_deployment(tmp_path):
+    """`renew` makes no certificate of an authority, and none of the server that is valid for longer."""
+    made = make(tmp_path / "fl", hosts=["x"], sites=["a"], days=19, ca_days=19)
+    of_ca, of_server = check_credentials(made.server, "127.0.0.1", datetime.now(UTC))
+    assert "ca.crt expires" in of_ca and "`tepal provision make`" in of_ca and "renew" not in of_ca
+    assert "server.crt expires" in of_server and "renew FOLDER --server" in of_server
 
 
 def test_credentials_that_lack_something_are_refused(folder):
