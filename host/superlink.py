@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,8 +123,10 @@ def control_client(address: str, root_certificates: Path | None, *interceptors: 
     )
 
 
-def stage_app(app: Path, target: Path) -> list[Path]:
+def stage_app(app: Path, target: Path, without: Iterable[Path] = ()) -> list[Path]:
     """Copy the files of the app's bundle from `app` to `target`; return their relative paths.
+
+    `target` may be in `app`: it is not copied itself, nor are the files and folders `without`.
 
     Flower makes a bundle by walking the whole folder, with virtual environments and run directories, while files may
     change. The copy has the files that belong to the bundle: of a type that Flower takes, named by `fab-include`, and
@@ -135,6 +137,7 @@ def stage_app(app: Path, target: Path) -> list[Path]:
     ignored = pathspec.GitIgnoreSpec.from_lines(ignore.read_text().splitlines() if ignore.is_file() else [])
     bundled = pathspec.GitIgnoreSpec.from_lines(_BUNDLED)
     included = pathspec.GitIgnoreSpec.from_lines([*table.get("fab-include", ["*"]), "/pyproject.toml", "/.gitignore"])
+    app, left_out = app.resolve(), {path.resolve() for path in (target, *without)}
     copied = []
     for folder, folders, files in os.walk(app):
         here = Path(folder)
@@ -143,12 +146,13 @@ def stage_app(app: Path, target: Path) -> list[Path]:
             for name in folders
             if not name.startswith(".")
             and name != "__pycache__"
+            and here / name not in left_out
             and not (here / name / "pyvenv.cfg").exists()
             and not ignored.match_file(f"{(here / name).relative_to(app).as_posix()}/")
         )
         for name in sorted(files):
             path = (here / name).relative_to(app)
-            if (here / name).is_symlink() or ignored.match_file(path):
+            if (here / name).is_symlink() or here / name in left_out or ignored.match_file(path):
                 continue
             if bundled.match_file(path) and included.match_file(path):
                 (target / path).parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ has died. Its state is in one folder:
     server.json         the journal: the status, and what must survive a restart, such as attempts and stopped runs
     server.lock         locked while a server runs with this folder
     flower/             FLWR_HOME; with `FLWR_HOME=<here>`, `flwr … tepal` connects to the SuperLink
-    app/                a copy of the app, which is submitted
+    tepal-served-app/   a copy of the app, which is submitted
     log/                the SuperLink's log, its older part in superlink.log.1
 
 `recovery.py` and `node_keys.py` decide what to do, by functions of plain values. `supervisor.py` keeps the SuperLink

@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from tepal.records.run_directory import RunDirectory
 from tepal.tools.cli.server import app as server
 from tepal.tools.cli.server import describe, why_unhealthy
 from tepal.tools.deploy import provision
+from tepal.tools.deploy.app import COPY
 from tepal.tools.deploy.fleet import FleetError, NodeKey, RunStatus, Unreachable
 from tepal.tools.deploy.journal import STATE, Journal
 from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials, vanished
@@ -38,6 +41,7 @@ from tepal.tools.deploy.run_queue import RunQueue
 from tepal.tools.deploy.settings import Settings, superlink_command
 from tepal.tools.deploy.superlink_log import pass_on
 from tepal.tools.deploy.supervisor import Supervisor
+from tepal.tools.init import write_app
 
 CONFIG = {"strategy": "fedfrozen", "num-server-rounds": 4, "seed": 1}
 
@@ -302,6 +306,55 @@ def test_what_was_noted_of_run_directories_goes_with_them(queue, new_run):
     made.journal.runs = {here: JournalEntry("stopped"), "/nowhere": JournalEntry("stopped")}
     made.plan()
     assert list(made.journal.runs) == [here]
+
+
+def prepared(state, app):
+    """Prepare the app as the start of a server does; return the names of the files that are submitted."""
+    made = new_queue(state=state, app=app).app
+    made.prepare()
+    return sorted(path.relative_to(made.bundle).as_posix() for path in made.bundle.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("state", ["state", "."])
+def test_a_state_folder_in_the_apps_folder_never_travels_with_the_app(tmp_path, state):
+    app = tmp_path / "ward"
+    write_app(app)
+    (app / ".gitignore").unlink(missing_ok=True)  # as in an app that has none
+    bundled = ["pyproject.toml", *(f"ward/{name}.py" for name in ("__init__", "client_app", "server_app", "task"))]
+    state = (app / state).resolve()
+    state.mkdir(exist_ok=True)
+    for start in range(3):
+        assert prepared(state, app) == bundled, f"start {start}"
+        Journal(state / STATE, nodes=["clinic-a"]).write()
+        for kept in ("flower/apps/a/task.py", "runs/run-1/config.toml", "flower/config.toml"):
+            (state / kept).parent.mkdir(parents=True, exist_ok=True)
+            (state / kept).write_text("")
+
+
+def test_a_folder_that_no_server_has_made_is_never_removed(tmp_path):
+    app = tmp_path / "ward"
+    write_app(app)
+    mine = tmp_path / "app" / "model.py"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    copied = prepared(tmp_path, app)
+    assert mine.read_text() == "mine", "a package of the user's, in the folder where the server was started"
+    shutil.rmtree(tmp_path / COPY)
+    (tmp_path / COPY / "app").mkdir(parents=True)
+    with pytest.raises(ServerError, match=f"{COPY} is not a folder that `tepal server` has made.*--state"):
+        prepared(tmp_path, app)
+    (tmp_path / COPY / "app").rmdir()
+    assert prepared(tmp_path, app) == copied, "an empty folder has nothing to lose"
+    (tmp_path / COPY / "app" / "old.py").touch()
+    assert prepared(tmp_path, app) == copied, "its own copy is replaced"
+
+
+def test_the_command_that_resumes_a_run_can_be_pasted_into_a_shell(tmp_path):
+    made = new_queue(state=tmp_path / "my state", app=tmp_path / "it's mine").app
+    run = tmp_path / "my state" / "runs" / "a"
+    home, *command = shlex.split(made.resume_command(run))
+    assert home == f"FLWR_HOME={made.home}"
+    assert command == ["flwr", "run", str(tmp_path / "it's mine"), "tepal", "--run-config", f'resume="{run}"']
 
 
 class FakeWatch:
