@@ -55,7 +55,7 @@ def why_dead(journal: Journal, now: float, alive: bool) -> str:
         return "the server was stopped"
     if not alive:
         return f"the server (pid {journal.pid}) is no longer running"
-    if (age := now - journal.heartbeat) > _ALIVE:
+    if (age := now - journal.last_beat) > _ALIVE:
         return f"the server (pid {journal.pid}) is stuck: its last heartbeat was {age:.0f} s ago"
     return ""
 

@@ -1,5 +1,6 @@
 """What the server decides: which run goes on and when, whose key counts, and whether it is well."""
 
+import errno
 import fcntl
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
 from tepal.tools.cli.server import app as server
-from tepal.tools.cli.server import describe, why_unhealthy
+from tepal.tools.cli.server import describe, why_dead, why_unhealthy
 from tepal.tools.deploy import provision
 from tepal.tools.deploy.app import COPY
 from tepal.tools.deploy.fleet import FleetError, NodeKey, RunStatus, Unreachable
@@ -721,7 +723,7 @@ def test_the_superlinks_log_is_passed_on_in_whole_lines_without_routine(tmp_path
 
 
 def healthy(**more):
-    return Journal(**{"path": "server.json", "pid": 1, "heartbeat": 100.0, "superlink": "running", **more})
+    return Journal(**{"path": Path("no such folder/server.json"), "pid": 1, "heartbeat": 100.0, "superlink": "running", **more})
 
 
 @pytest.mark.parametrize(
@@ -748,6 +750,7 @@ def test_a_server_that_restarts_its_superlink_is_alive_and_not_healthy(tmp_path,
     now = time.time()
     values = {"pid": os.getpid(), "heartbeat": now - age, "superlink": superlink, "control": "127.0.0.1:1"}
     (tmp_path / STATE).write_text(json.dumps(values))
+    os.utime(tmp_path / STATE, (now - age, now - age))
     done = invoke("status", "--state", str(tmp_path), "--alive")
     first, rest = done.output.split("\n", 1)
     if age == 1 and superlink != "stopped":
@@ -756,6 +759,25 @@ def test_a_server_that_restarts_its_superlink_is_alive_and_not_healthy(tmp_path,
         assert done.exit_code == 1 and first.startswith("unhealthy: ")
     done = invoke("status", "--state", str(tmp_path))
     assert done.exit_code == 1 and done.output.startswith("unhealthy: "), "no SuperLink answers there"
+
+
+def test_a_server_whose_disk_is_full_is_alive(tmp_path, monkeypatch, caplog):
+    journal = healthy(path=tmp_path / STATE, heartbeat=1000.0)
+    journal.write()
+    os.utime(journal.path, (1000.0, 1000.0))
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    now = time.time()
+    assert "stuck" in why_dead(Journal.read(journal.path), now, True)
+    journal.beat()
+    assert why_dead(Journal.read(journal.path), now, True) == "" and "No space left" in caplog.text
+    assert "stuck" in why_dead(Journal.read(journal.path), now + 60, True), "a server that is stuck beats no more"
+    caplog.clear()
+    journal.beat()
+    assert caplog.text == "", "it is tried, and logged, every few seconds only"
 
 
 def test_a_server_that_was_never_started_is_not_alive(tmp_path):
