@@ -26,6 +26,7 @@ import httpx
 import pathspec
 import tomli_w
 
+from tepal.host.addresses import without_proxy
 from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.host.processes import Process, ProcessError
 from tepal.host.toml import Value, flat
@@ -111,10 +112,12 @@ def connect(home: Path, address: str, root_certificates: Path | None = None) -> 
 def control_client(address: str, root_certificates: Path | None, *interceptors: Any) -> Any:
     """Return Flower's client of the Control API at `address`, HOST:PORT. It connects at the first request.
 
-    It uses TLS and trusts the PEM file `root_certificates`; without it, it uses plain HTTP.
+    It uses TLS and trusts the PEM file `root_certificates`; without it, it uses plain HTTP. It never uses a proxy: a
+    SuperLink is on this machine or its network. The environment of this process is changed for that.
     """
     from flwr.supercore.control import ControlHttpClient
 
+    os.environ.update(without_proxy(address.rpartition(":")[0]))
     return ControlHttpClient.from_server_address(
         server_address=address,
         insecure=root_certificates is None,

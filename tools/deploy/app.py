@@ -87,7 +87,8 @@ class ServedApp:
         """Submit the app with this run config, and return the run's id."""
         path = self.home / "run-config.toml"
         path.write_text(to_toml(config), encoding="utf-8")
-        return submit(self.bundle, path, superlink, superlink_environment(self.home), 120)
+        environment = superlink_environment(self.home, self.settings.host)
+        return submit(self.bundle, path, superlink, environment, 120)
 
     def resume_command(self, directory: Path) -> str:
         """Return the command by which a person resumes a run."""

@@ -109,7 +109,7 @@ class Supervisor:
         with started(
             superlink_command(settings),
             log=self.state / "log" / "superlink.log",
-            env=superlink_environment(self.queue.app.home),
+            env=superlink_environment(self.queue.app.home, settings.host),
             cwd=self.state,
             name="SuperLink",
             grace=_GRACE,
