@@ -8,22 +8,26 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from tepal.host.processes import ProcessError, free_port
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
 from tepal.tools.cli.server import app as server
 from tepal.tools.cli.server import describe, why_dead, why_unhealthy
 from tepal.tools.deploy import provision
 from tepal.tools.deploy.app import COPY
-from tepal.tools.deploy.fleet import FleetError, NodeKey, RunStatus, Unreachable
+from tepal.tools.deploy.doctor import clock
+from tepal.tools.deploy.fleet import FleetError, NodeKey, RunStatus, Unreachable, open_fleet
 from tepal.tools.deploy.journal import STATE, Journal
 from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials, vanished
 from tepal.tools.deploy.provision import ServerFolder, make
@@ -701,6 +705,69 @@ def test_one_server_for_each_state_folder(tmp_path):
     assert not (tmp_path / "server.json").exists()
 
 
+@pytest.mark.parametrize("place", ["control", "fleet"])
+def test_another_server_on_a_port_is_never_taken_for_the_superlink(tmp_path, monkeypatch, place):
+    requests, ports = [], {"control": free_port(), "fleet": free_port()}
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.requestline)
+            self.send_response(200)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr("tepal.tools.deploy.supervisor.superlink_command", lambda _: ["sleep", "60"])
+    monkeypatch.setattr("tepal.tools.deploy.supervisor._FREE", 0.3)
+    monkeypatch.setattr("tepal.tools.deploy.supervisor._START", 0.3)
+    monkeypatch.setattr(Supervisor, "_serve", lambda *_: pytest.fail("it counts as the SuperLink"))
+    with HTTPServer(("127.0.0.1", ports[place]), Stranger) as stranger:
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        settings = Settings(state=tmp_path, port=ports["control"], fleet=f"127.0.0.1:{ports['fleet']}")
+        option = "--port" if place == "control" else "--fleet-api-address"
+        with pytest.raises(ServerError, match=f"port {ports[place]} is used by another program.*{option}"):
+            Supervisor(settings).run()
+        stranger.shutdown()
+    assert requests == []
+    assert why_dead(Journal.read(tmp_path / STATE), time.time(), True) == "the server was stopped"
+
+
+def test_a_superlink_whose_port_is_taken_meanwhile_is_started_when_it_is_free(tmp_path, monkeypatch):
+    supervisor, happened = Supervisor(Settings(state=tmp_path, port=free_port())), []
+    answers = ["", "", "port 8000 is used", "", ""]  # for two ports at each start, until one is taken
+
+    def serve_once():
+        happened.append("served")
+        if len(happened) > 1:
+            raise SystemExit
+        supervisor._answered = time.monotonic()
+        raise ProcessError("it ended")
+
+    monkeypatch.setattr(supervisor, "_serve_once", serve_once)
+    monkeypatch.setattr(supervisor, "_pause", lambda _: None)
+    monkeypatch.setattr("tepal.tools.deploy.supervisor.why_taken", lambda *_: answers.pop(0))
+    with pytest.raises(SystemExit):
+        supervisor._keep_superlink_running()
+    assert happened == ["served", "served"] and not answers
+    assert "port 8000 is used" in supervisor.journal.last_error["text"]
+
+
+@pytest.mark.parametrize("asked", ["provision", "doctor"])
+def test_where_no_server_answers_the_proxy_that_was_not_used_is_named(monkeypatch, asked):
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example.org:3128")
+    address = f"127.0.0.1:{free_port()}"
+    if asked == "doctor":
+        said = clock(address).found
+    else:
+        with open_fleet(address, None) as fleet, pytest.raises(Unreachable) as error:
+            fleet.runs()
+        said = str(error.value)
+    assert "proxy.example.org:3128 of https_proxy" in said and "secret" not in said
+
+
 ACCESS = '2026-11-21T11:48:22.767Z INFO [uvicorn.access] 127.0.0.1:52856 - "POST /v1/control/list-runs HTTP/1.1" '
 
 
@@ -723,7 +790,7 @@ def test_the_superlinks_log_is_passed_on_in_whole_lines_without_routine(tmp_path
 
 
 def healthy(**more):
-    return Journal(**{"path": Path("no such folder/server.json"), "pid": 1, "heartbeat": 100.0, "superlink": "running", **more})
+    return Journal(**{"path": Path("none/server.json"), "pid": 1, "heartbeat": 100.0, "superlink": "running", **more})
 
 
 @pytest.mark.parametrize(
