@@ -8,7 +8,7 @@ has died. Its state is in one folder:
     server.lock         locked while a server runs with this folder
     flower/             FLWR_HOME; with `FLWR_HOME=<here>`, `flwr … tepal` connects to the SuperLink
     tepal-served-app/   a copy of the app, which is submitted
-    log/                the SuperLink's log, its older part in superlink.log.1
+    log/                the SuperLink's log, its older part in superlink.log.1, and logs of runs that a crash cut off
 
 `recovery.py` and `node_keys.py` decide what to do, by functions of plain values. `supervisor.py` keeps the SuperLink
 running, `run_queue.py` submits the runs and records their ends, and this file is the command.

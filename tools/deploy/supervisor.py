@@ -39,7 +39,9 @@ _GRACE = 10.0  # within which a SuperLink must end
 _FREE = 10.0  # within which a SuperLink that was stopped or killed must have freed its ports
 _LONGEST_PAUSE = 30.0  # before a SuperLink is restarted
 _SETTLED = 60.0  # of running after which a SuperLink is restarted at once
+
 _STARTS = 5  # attempts to start the first SuperLink
+_KEPT_LOGS = 5  # logs of runs without an end
 
 
 class Supervisor:
@@ -66,8 +68,10 @@ class Supervisor:
             self._check_credentials()
             self.queue.app.prepare()
             (self.state / "log").mkdir(exist_ok=True)
-            for leftover in (self.state / "log").glob("run-*.log"):
-                leftover.unlink()
+            # Those of runs that a crash has interrupted; the others are in the run directories.
+            left = sorted((self.state / "log").glob("run-*.log"), key=lambda path: path.stat().st_mtime)
+            for path in left[:-_KEPT_LOGS]:
+                path.unlink()
             self.journal.pid, self.journal.since = os.getpid(), timestamp()
             self.journal.control, self.journal.fleet = settings.control, settings.fleet
             self.journal.root_certificates = str(settings.root_certificates or "")

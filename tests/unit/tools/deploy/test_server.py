@@ -705,6 +705,17 @@ def test_one_server_for_each_state_folder(tmp_path):
     assert not (tmp_path / "server.json").exists()
 
 
+def test_the_logs_of_runs_that_crashed_last_are_kept(tmp_path, monkeypatch):
+    (tmp_path / "log").mkdir()
+    for number in range(8):
+        (tmp_path / "log" / f"run-{number}.log").touch()
+        os.utime(tmp_path / "log" / f"run-{number}.log", (number, number))
+    monkeypatch.setattr(Supervisor, "_keep_superlink_running", lambda self: None)
+    Supervisor(Settings(state=tmp_path)).run()
+    kept = {path.name for path in (tmp_path / "log").glob("run-*.log")}
+    assert kept == {f"run-{number}.log" for number in range(3, 8)}
+
+
 @pytest.mark.parametrize("place", ["control", "fleet"])
 def test_another_server_on_a_port_is_never_taken_for_the_superlink(tmp_path, monkeypatch, place):
     requests, ports = [], {"control": free_port(), "fleet": free_port()}
