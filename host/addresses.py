@@ -1,6 +1,16 @@
-"""Addresses to listen on: which of them only this machine reaches."""
+"""Addresses to listen on: which of them only this machine reaches, and whether they are free; and proxies."""
 
 from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import time
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_PROXIES = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+_RETRY = 0.2  # seconds between two attempts to use a port
 
 
 def is_loopback(host: str) -> bool:
@@ -13,3 +23,67 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def why_taken(address: str, patience: float) -> str:
+    """Return why no server of this user can listen on `address`, HOST:PORT; "" if one can.
+
+    A port that is in use is tried again for `patience` seconds: its server may have been stopped a moment ago. An
+    address that is not one of this machine's is not judged.
+    """
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + patience
+    while (problem := _bind(host.strip("[]"), port)) == errno.EADDRINUSE and time.monotonic() < end:
+        time.sleep(_RETRY)
+    if problem == errno.EACCES:
+        return f"this user may not listen on port {port}, as on most ports below 1024"
+    return f"port {port} is used by another program, which `ss -ltnp 'sport = {port}'` shows" if problem else ""
+
+
+def _bind(host: str, port: str) -> int:
+    """Bind each address of a host for an instant; return EADDRINUSE or EACCES if that is why one cannot be, else 0."""
+    try:
+        places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        return 0
+    for family, kind, protocol, _, place in places:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(place)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return error.errno
+    return 0
+
+
+def without_proxy(*hosts: str) -> dict[str, str]:
+    """Return NO_PROXY and no_proxy of this process, with this machine's loopback addresses and `hosts` added.
+
+    A program may read only one of the two, so both get what is in either.
+    """
+    kept = (each.strip() for name in ("no_proxy", "NO_PROXY") for each in os.environ.get(name, "").split(","))
+    added = filter(_is_host, (host.strip("[]") for host in hosts))
+    text = ",".join(dict.fromkeys([*filter(None, kept), *_LOOPBACK, *added]))
+    return {"NO_PROXY": text, "no_proxy": text}
+
+
+def _is_host(text: str) -> bool:
+    """Whether a text is a name or address of a host. httpx cannot be used while NO_PROXY has what is none."""
+    if ":" not in text:
+        return re.fullmatch(r"[A-Za-z0-9_.-]+", text) is not None
+    try:
+        return bool(socket.inet_pton(socket.AF_INET6, text))
+    except OSError:
+        return False
+
+
+def unused_proxy() -> str:
+    """Return a clause for messages that names the environment's proxy, which was not used; "" without a proxy."""
+    for name in _PROXIES:
+        if proxy := os.environ.get(name):
+            # An address may begin with user and password.
+            return f"; it was asked directly, and not through the proxy {proxy.rpartition('@')[2]} of {name}"
+    return ""

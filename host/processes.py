@@ -59,15 +59,19 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def flower_environment(home: Path) -> dict[str, str]:
+def flower_environment(home: Path, *hosts: str) -> dict[str, str]:
     """Return this process's environment, changed so that Flower commands use `home` and send no telemetry.
 
     `home` becomes FLWR_HOME: connections and installed app bundles are kept there and not in the user's `~/.flwr`.
+    Servers on this machine and on `hosts` are asked without a proxy.
     """
+    from tepal.host.addresses import without_proxy  # not for the guard, which runs this file as a script
+
     # Flower finds flower-superexec and flwr-simulation by name: they must be those of this interpreter, also when its
     # virtual environment was never activated.
     programs = str(Path(sys.executable).parent)
     return os.environ | {
+        **without_proxy(*hosts),
         "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import httpx
 import pathspec
 import tomli_w
 
+from tepal.host.addresses import without_proxy
 from tepal.host.flower.patches import SERVER_APP_RAISED
 from tepal.host.processes import Process, ProcessError
 from tepal.host.toml import Value, flat
@@ -111,10 +112,12 @@ def connect(home: Path, address: str, root_certificates: Path | None = None) -> 
 def control_client(address: str, root_certificates: Path | None, *interceptors: Any) -> Any:
     """Return Flower's client of the Control API at `address`, HOST:PORT. It connects at the first request.
 
-    It uses TLS and trusts the PEM file `root_certificates`; without it, it uses plain HTTP.
+    It uses TLS and trusts the PEM file `root_certificates`; without it, it uses plain HTTP. It never uses a proxy: a
+    SuperLink is on this machine or its network. The environment of this process is changed for that.
     """
     from flwr.supercore.control import ControlHttpClient
 
+    os.environ.update(without_proxy(address.rpartition(":")[0]))
     return ControlHttpClient.from_server_address(
         server_address=address,
         insecure=root_certificates is None,
@@ -123,8 +126,10 @@ def control_client(address: str, root_certificates: Path | None, *interceptors: 
     )
 
 
-def stage_app(app: Path, target: Path) -> list[Path]:
+def stage_app(app: Path, target: Path, without: Iterable[Path] = ()) -> list[Path]:
     """Copy the files of the app's bundle from `app` to `target`; return their relative paths.
+
+    `target` may be in `app`: it is not copied itself, nor are the files and folders `without`.
 
     Flower makes a bundle by walking the whole folder, with virtual environments and run directories, while files may
     change. The copy has the files that belong to the bundle: of a type that Flower takes, named by `fab-include`, and
@@ -135,6 +140,7 @@ def stage_app(app: Path, target: Path) -> list[Path]:
     ignored = pathspec.GitIgnoreSpec.from_lines(ignore.read_text().splitlines() if ignore.is_file() else [])
     bundled = pathspec.GitIgnoreSpec.from_lines(_BUNDLED)
     included = pathspec.GitIgnoreSpec.from_lines([*table.get("fab-include", ["*"]), "/pyproject.toml", "/.gitignore"])
+    app, left_out = app.resolve(), {path.resolve() for path in (target, *without)}
     copied = []
     for folder, folders, files in os.walk(app):
         here = Path(folder)
@@ -143,12 +149,13 @@ def stage_app(app: Path, target: Path) -> list[Path]:
             for name in folders
             if not name.startswith(".")
             and name != "__pycache__"
+            and here / name not in left_out
             and not (here / name / "pyvenv.cfg").exists()
             and not ignored.match_file(f"{(here / name).relative_to(app).as_posix()}/")
         )
         for name in sorted(files):
             path = (here / name).relative_to(app)
-            if (here / name).is_symlink() or ignored.match_file(path):
+            if (here / name).is_symlink() or here / name in left_out or ignored.match_file(path):
                 continue
             if bundled.match_file(path) and included.match_file(path):
                 (target / path).parent.mkdir(parents=True, exist_ok=True)

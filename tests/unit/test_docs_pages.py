@@ -84,7 +84,7 @@ def test_the_app_of_the_page_is_the_one_that_init_writes(tmp_path):
     del files["in_process.py"]
     assert files == {
         path.relative_to(tmp_path / "quickstart").as_posix(): path.read_text()
-        for path in (tmp_path / "quickstart").rglob("*.*") if path.stat().st_size
+        for path in (tmp_path / "quickstart").rglob("*.*") if path.stat().st_size and path.name != ".gitignore"
     }  # fmt: skip
     assert sum(text.count("\n") for text in files.values()) <= 120
 

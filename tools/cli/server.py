@@ -7,8 +7,8 @@ has died. Its state is in one folder:
     server.json         the journal: the status, and what must survive a restart, such as attempts and stopped runs
     server.lock         locked while a server runs with this folder
     flower/             FLWR_HOME; with `FLWR_HOME=<here>`, `flwr … tepal` connects to the SuperLink
-    app/                a copy of the app, which is submitted
-    log/                the SuperLink's log, its older part in superlink.log.1
+    tepal-served-app/   a copy of the app, which is submitted
+    log/                the SuperLink's log, its older part in superlink.log.1, and logs of runs that a crash cut off
 
 `recovery.py` and `node_keys.py` decide what to do, by functions of plain values. `supervisor.py` keeps the SuperLink
 running, `run_queue.py` submits the runs and records their ends, and this file is the command.
@@ -55,7 +55,7 @@ def why_dead(journal: Journal, now: float, alive: bool) -> str:
         return "the server was stopped"
     if not alive:
         return f"the server (pid {journal.pid}) is no longer running"
-    if (age := now - journal.heartbeat) > _ALIVE:
+    if (age := now - journal.last_beat) > _ALIVE:
         return f"the server (pid {journal.pid}) is stuck: its last heartbeat was {age:.0f} s ago"
     return ""
 

@@ -31,6 +31,7 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
+from tepal.host.addresses import unused_proxy
 from tepal.host.flower.patches import FLOWER
 from tepal.host.limits import Limits
 from tepal.host.site import ProvisionError, SiteCredentials, days_left, read_certificate, read_site
@@ -344,7 +345,8 @@ def clock(superlink: str, certificates: Path | None = None, site: Path | None = 
             date = client.get(url).headers.get("Date")
             answered = time.time()
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        return Finding("clock", PROBLEM, f"{url} does not answer: {str(error) or type(error).__name__}", remedy)
+        said = f"{str(error) or type(error).__name__}{unused_proxy()}"
+        return Finding("clock", PROBLEM, f"{url} does not answer: {said}", remedy)
     if not date:
         return Finding("clock", SKIPPED, f"the answer of {url} has no Date header", "compare the clocks by hand")
     # The header's time is truncated to seconds.

@@ -22,6 +22,7 @@ from flwr.proto.control_pb2 import (
 )
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
+from tepal.host.addresses import unused_proxy
 from tepal.host.superlink import control_client
 from tepal.tools.deploy.provision import ProvisionError, ServerFolder, load_public_key
 
@@ -206,6 +207,7 @@ def _explained(address: str, refused: type[FleetError] = FleetError) -> Iterator
             what = f"the server at {address} is not a SuperLink with TLS"
         else:
             what = f"no SuperLink answers at {address}"
+            said += unused_proxy()
         raise Unreachable(f"{what} ({said})") from error
     except ValueError as error:  # the client's, for an invalid response
         raise Unreachable(f"the server at {address} is not a SuperLink ({error})") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import time
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
@@ -77,15 +79,26 @@ class Journal:
             partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def beat(self, at_once: bool = False) -> None:
-        """Write the journal, the server's heartbeat, if the last write is some seconds ago or `at_once`."""
+        """Write the journal, the server's heartbeat, if the last write is some seconds ago or `at_once`.
+
+        If it cannot be written, as on a full disk, the time of the old file is the heartbeat: see `last_beat`.
+        """
         if not at_once and time.monotonic() - self._written < HEARTBEAT:
             return
-        self.heartbeat = time.time()
+        self.heartbeat, self._written = time.time(), time.monotonic()
         try:
             self.write()
-            self._written = time.monotonic()
         except OSError as error:  # a full disk must not stop a run
             log.error("%s cannot be written: %s", self.path, error.strerror)
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+    @property
+    def last_beat(self) -> float:
+        """The time of the last heartbeat, in seconds since 1970: that in the file or, if later, the file's own."""
+        with contextlib.suppress(OSError):
+            return max(self.heartbeat, self.path.stat().st_mtime)
+        return self.heartbeat
 
     def entry(self, run: Path | str) -> JournalEntry:
         return self.runs.setdefault(str(run), JournalEntry())

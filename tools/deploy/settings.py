@@ -50,11 +50,11 @@ def superlink_command(settings: Settings) -> list[str]:
     return [*command, "--ssl-keyfile", str(own.key), "--enable-supernode-auth"]
 
 
-def superlink_environment(home: Path) -> dict[str, str]:
-    """Return the environment of the SuperLink and of its clients; `home` is FLWR_HOME."""
+def superlink_environment(home: Path, host: str) -> dict[str, str]:
+    """Return the environment of the SuperLink and of its clients. `home` is FLWR_HOME, `host` the control port's."""
     from tepal.host.processes import flower_environment
 
-    return flower_environment(home) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
+    return flower_environment(home, reachable(host)) | {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
 
 
 def reachable(host: str) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from tepal.host.addresses import why_taken
 from tepal.host.files import locked
 from tepal.host.metrics import serving
 from tepal.host.processes import Process, ProcessError, started, wait_for_http
@@ -35,9 +36,12 @@ _SILENT = 120.0  # after which a SuperLink that does not answer is restarted
 _PENDING = 90.0  # after which a SuperLink that does not start an accepted run is restarted
 _START = 180.0  # within which a SuperLink must answer for the first time
 _GRACE = 10.0  # within which a SuperLink must end
+_FREE = 10.0  # within which a SuperLink that was stopped or killed must have freed its ports
 _LONGEST_PAUSE = 30.0  # before a SuperLink is restarted
 _SETTLED = 60.0  # of running after which a SuperLink is restarted at once
+
 _STARTS = 5  # attempts to start the first SuperLink
+_KEPT_LOGS = 5  # logs of runs without an end
 
 
 class Supervisor:
@@ -64,8 +68,10 @@ class Supervisor:
             self._check_credentials()
             self.queue.app.prepare()
             (self.state / "log").mkdir(exist_ok=True)
-            for leftover in (self.state / "log").glob("run-*.log"):
-                leftover.unlink()
+            # Those of runs that a crash has interrupted; the others are in the run directories.
+            left = sorted((self.state / "log").glob("run-*.log"), key=lambda path: path.stat().st_mtime)
+            for path in left[:-_KEPT_LOGS]:
+                path.unlink()
             self.journal.pid, self.journal.since = os.getpid(), timestamp()
             self.journal.control, self.journal.fleet = settings.control, settings.fleet
             self.journal.root_certificates = str(settings.root_certificates or "")
@@ -82,6 +88,7 @@ class Supervisor:
         failures, ever = 0, False
         while True:
             try:
+                self._check_ports(ProcessError if ever else ServerError)
                 self._serve_once()
             except (ProcessError, TimeoutError) as error:
                 self.journal.error(f"The SuperLink is restarted: {error}")
@@ -101,6 +108,13 @@ class Supervisor:
             self.journal.beat()
             time.sleep(min(_TICK, max(end - time.monotonic(), 0)))
 
+    def _check_ports(self, refusal: type[Exception]) -> None:
+        """Raise `refusal` if a port is taken: another server there may answer as if it were the SuperLink."""
+        settings = self.settings
+        for address, option in (f"{settings.host}:{settings.port}", "--port"), (settings.fleet, "--fleet-api-address"):
+            if why := why_taken(address, _FREE):
+                raise refusal(f"{why}: choose another with {option}, or free this one")
+
     def _serve_once(self) -> None:
         """Run a SuperLink until its end raises ProcessError."""
         settings, self._answered = self.settings, None
@@ -109,7 +123,7 @@ class Supervisor:
         with started(
             superlink_command(settings),
             log=self.state / "log" / "superlink.log",
-            env=superlink_environment(self.queue.app.home),
+            env=superlink_environment(self.queue.app.home, settings.host),
             cwd=self.state,
             name="SuperLink",
             grace=_GRACE,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -38,4 +39,6 @@ def write_app(folder: Path) -> list[Path]:
         target.write_text(text.replace(f"{NAME}.", f"{package}."), encoding="utf-8")
         written.append(target)
     (folder / package / "__init__.py").touch()
+    # Under another name in the template, where it would be that folder's own.
+    shutil.copyfile(TEMPLATE / "gitignore", folder / ".gitignore")
     return written

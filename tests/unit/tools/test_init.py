@@ -2,6 +2,7 @@
 
 import tomllib
 
+import pathspec
 import pytest
 from typer.testing import CliRunner
 
@@ -22,7 +23,11 @@ def test_the_app_has_the_name_of_its_folder_everywhere(tmp_path):
     assert tomllib.loads((app / "pyproject.toml").read_text())["project"]["name"] == "ward-7"
     files = sorted(path.relative_to(app).as_posix() for path in app.rglob("*.*"))
     modules = ["__init__", "client_app", "server_app", "task"]
-    assert files == ["pyproject.toml", *(f"ward_7/{name}.py" for name in modules)]
+    assert files == [".gitignore", "pyproject.toml", *(f"ward_7/{name}.py" for name in modules)]
+    ignored = pathspec.GitIgnoreSpec.from_lines((app / ".gitignore").read_text().splitlines())
+    for made in ("runs/a/config.toml", "state/server.json", "fleet/server/nodes/a.pub", "ward_7/__pycache__/task.pyc"):
+        assert ignored.match_file(made)
+    assert not any(map(ignored.match_file, files))
     for path in app.rglob("*.py"):
         text = path.read_text()
         compile(text, path, "exec")

@@ -1,25 +1,33 @@
 """What the server decides: which run goes on and when, whose key counts, and whether it is well."""
 
+import errno
 import fcntl
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from tepal.host.processes import ProcessError, free_port
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
 from tepal.tools.cli.server import app as server
-from tepal.tools.cli.server import describe, why_unhealthy
+from tepal.tools.cli.server import describe, why_dead, why_unhealthy
 from tepal.tools.deploy import provision
-from tepal.tools.deploy.fleet import FleetError, NodeKey, RunStatus, Unreachable
+from tepal.tools.deploy.app import COPY
+from tepal.tools.deploy.doctor import clock
+from tepal.tools.deploy.fleet import FleetError, NodeKey, RunStatus, Unreachable, open_fleet
 from tepal.tools.deploy.journal import STATE, Journal
 from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials, vanished
 from tepal.tools.deploy.provision import ServerFolder, make
@@ -39,6 +47,7 @@ from tepal.tools.deploy.run_queue import RunQueue
 from tepal.tools.deploy.settings import Settings, superlink_command
 from tepal.tools.deploy.superlink_log import pass_on
 from tepal.tools.deploy.supervisor import Supervisor
+from tepal.tools.init import write_app
 
 CONFIG = {"strategy": "fedfrozen", "num-server-rounds": 4, "seed": 1}
 
@@ -303,6 +312,55 @@ def test_what_was_noted_of_run_directories_goes_with_them(queue, new_run):
     made.journal.runs = {here: JournalEntry("stopped"), "/nowhere": JournalEntry("stopped")}
     made.plan()
     assert list(made.journal.runs) == [here]
+
+
+def prepared(state, app):
+    """Prepare the app as the start of a server does; return the names of the files that are submitted."""
+    made = new_queue(state=state, app=app).app
+    made.prepare()
+    return sorted(path.relative_to(made.bundle).as_posix() for path in made.bundle.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("state", ["state", "."])
+def test_a_state_folder_in_the_apps_folder_never_travels_with_the_app(tmp_path, state):
+    app = tmp_path / "ward"
+    write_app(app)
+    (app / ".gitignore").unlink(missing_ok=True)  # as in an app that has none
+    bundled = ["pyproject.toml", *(f"ward/{name}.py" for name in ("__init__", "client_app", "server_app", "task"))]
+    state = (app / state).resolve()
+    state.mkdir(exist_ok=True)
+    for start in range(3):
+        assert prepared(state, app) == bundled, f"start {start}"
+        Journal(state / STATE, nodes=["clinic-a"]).write()
+        for kept in ("flower/apps/a/task.py", "runs/run-1/config.toml", "flower/config.toml"):
+            (state / kept).parent.mkdir(parents=True, exist_ok=True)
+            (state / kept).write_text("")
+
+
+def test_a_folder_that_no_server_has_made_is_never_removed(tmp_path):
+    app = tmp_path / "ward"
+    write_app(app)
+    mine = tmp_path / "app" / "model.py"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    copied = prepared(tmp_path, app)
+    assert mine.read_text() == "mine", "a package of the user's, in the folder where the server was started"
+    shutil.rmtree(tmp_path / COPY)
+    (tmp_path / COPY / "app").mkdir(parents=True)
+    with pytest.raises(ServerError, match=f"{COPY} is not a folder that `tepal server` has made.*--state"):
+        prepared(tmp_path, app)
+    (tmp_path / COPY / "app").rmdir()
+    assert prepared(tmp_path, app) == copied, "an empty folder has nothing to lose"
+    (tmp_path / COPY / "app" / "old.py").touch()
+    assert prepared(tmp_path, app) == copied, "its own copy is replaced"
+
+
+def test_the_command_that_resumes_a_run_can_be_pasted_into_a_shell(tmp_path):
+    made = new_queue(state=tmp_path / "my state", app=tmp_path / "it's mine").app
+    run = tmp_path / "my state" / "runs" / "a"
+    home, *command = shlex.split(made.resume_command(run))
+    assert home == f"FLWR_HOME={made.home}"
+    assert command == ["flwr", "run", str(tmp_path / "it's mine"), "tepal", "--run-config", f'resume="{run}"']
 
 
 class FakeWatch:
@@ -748,6 +806,80 @@ def test_one_server_for_each_state_folder(tmp_path):
     assert not (tmp_path / "server.json").exists()
 
 
+def test_the_logs_of_runs_that_crashed_last_are_kept(tmp_path, monkeypatch):
+    (tmp_path / "log").mkdir()
+    for number in range(8):
+        (tmp_path / "log" / f"run-{number}.log").touch()
+        os.utime(tmp_path / "log" / f"run-{number}.log", (number, number))
+    monkeypatch.setattr(Supervisor, "_keep_superlink_running", lambda self: None)
+    Supervisor(Settings(state=tmp_path)).run()
+    kept = {path.name for path in (tmp_path / "log").glob("run-*.log")}
+    assert kept == {f"run-{number}.log" for number in range(3, 8)}
+
+
+@pytest.mark.parametrize("place", ["control", "fleet"])
+def test_another_server_on_a_port_is_never_taken_for_the_superlink(tmp_path, monkeypatch, place):
+    requests, ports = [], {"control": free_port(), "fleet": free_port()}
+
+    class Stranger(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.requestline)
+            self.send_response(200)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setattr("tepal.tools.deploy.supervisor.superlink_command", lambda _: ["sleep", "60"])
+    monkeypatch.setattr("tepal.tools.deploy.supervisor._FREE", 0.3)
+    monkeypatch.setattr("tepal.tools.deploy.supervisor._START", 0.3)
+    monkeypatch.setattr(Supervisor, "_serve", lambda *_: pytest.fail("it counts as the SuperLink"))
+    with HTTPServer(("127.0.0.1", ports[place]), Stranger) as stranger:
+        threading.Thread(target=stranger.serve_forever, daemon=True).start()
+        settings = Settings(state=tmp_path, port=ports["control"], fleet=f"127.0.0.1:{ports['fleet']}")
+        option = "--port" if place == "control" else "--fleet-api-address"
+        with pytest.raises(ServerError, match=f"port {ports[place]} is used by another program.*{option}"):
+            Supervisor(settings).run()
+        stranger.shutdown()
+    assert requests == []
+    assert why_dead(Journal.read(tmp_path / STATE), time.time(), True) == "the server was stopped"
+
+
+def test_a_superlink_whose_port_is_taken_meanwhile_is_started_when_it_is_free(tmp_path, monkeypatch):
+    supervisor, happened = Supervisor(Settings(state=tmp_path, port=free_port())), []
+    answers = ["", "", "port 8000 is used", "", ""]  # for two ports at each start, until one is taken
+
+    def serve_once():
+        happened.append("served")
+        if len(happened) > 1:
+            raise SystemExit
+        supervisor._answered = time.monotonic()
+        raise ProcessError("it ended")
+
+    monkeypatch.setattr(supervisor, "_serve_once", serve_once)
+    monkeypatch.setattr(supervisor, "_pause", lambda _: None)
+    monkeypatch.setattr("tepal.tools.deploy.supervisor.why_taken", lambda *_: answers.pop(0))
+    with pytest.raises(SystemExit):
+        supervisor._keep_superlink_running()
+    assert happened == ["served", "served"] and not answers
+    assert "port 8000 is used" in supervisor.journal.last_error["text"]
+
+
+@pytest.mark.parametrize("asked", ["provision", "doctor"])
+def test_where_no_server_answers_the_proxy_that_was_not_used_is_named(monkeypatch, asked):
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example.org:3128")
+    address = f"127.0.0.1:{free_port()}"
+    if asked == "doctor":
+        said = clock(address).found
+    else:
+        with open_fleet(address, None) as fleet, pytest.raises(Unreachable) as error:
+            fleet.runs()
+        said = str(error.value)
+    assert "proxy.example.org:3128 of https_proxy" in said and "secret" not in said
+
+
 ACCESS = '2026-11-21T11:48:22.767Z INFO [uvicorn.access] 127.0.0.1:52856 - "POST /v1/control/list-runs HTTP/1.1" '
 
 
@@ -770,7 +902,7 @@ def test_the_superlinks_log_is_passed_on_in_whole_lines_without_routine(tmp_path
 
 
 def healthy(**more):
-    return Journal(**{"path": "server.json", "pid": 1, "heartbeat": 100.0, "superlink": "running", **more})
+    return Journal(**{"path": Path("none/server.json"), "pid": 1, "heartbeat": 100.0, "superlink": "running", **more})
 
 
 @pytest.mark.parametrize(
@@ -797,6 +929,7 @@ def test_a_server_that_restarts_its_superlink_is_alive_and_not_healthy(tmp_path,
     now = time.time()
     values = {"pid": os.getpid(), "heartbeat": now - age, "superlink": superlink, "control": "127.0.0.1:1"}
     (tmp_path / STATE).write_text(json.dumps(values))
+    os.utime(tmp_path / STATE, (now - age, now - age))
     done = invoke("status", "--state", str(tmp_path), "--alive")
     first, rest = done.output.split("\n", 1)
     if age == 1 and superlink != "stopped":
@@ -805,6 +938,25 @@ def test_a_server_that_restarts_its_superlink_is_alive_and_not_healthy(tmp_path,
         assert done.exit_code == 1 and first.startswith("unhealthy: ")
     done = invoke("status", "--state", str(tmp_path))
     assert done.exit_code == 1 and done.output.startswith("unhealthy: "), "no SuperLink answers there"
+
+
+def test_a_server_whose_disk_is_full_is_alive(tmp_path, monkeypatch, caplog):
+    journal = healthy(path=tmp_path / STATE, heartbeat=1000.0)
+    journal.write()
+    os.utime(journal.path, (1000.0, 1000.0))
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    now = time.time()
+    assert "stuck" in why_dead(Journal.read(journal.path), now, True)
+    journal.beat()
+    assert why_dead(Journal.read(journal.path), now, True) == "" and "No space left" in caplog.text
+    assert "stuck" in why_dead(Journal.read(journal.path), now + 60, True), "a server that is stuck beats no more"
+    caplog.clear()
+    journal.beat()
+    assert caplog.text == "", "it is tried, and logged, every few seconds only"
 
 
 def test_a_server_that_was_never_started_is_not_alive(tmp_path):
