@@ -335,7 +335,7 @@ class _ClientExchange:
             carries=listed({tree: shapes_of(values, values) for tree, values in (parts or {}).items()}),
             missing={} if refused else self.missing,
             refused=refused,
-            notes=(*self.layouts.notes, *self.cache.notes, *filter(None, [self.personal.lost])),
+            notes=(*self.layouts.notes, *self.cache.notes, *self.personal.notes),
             layout=self.stored,
             left_out=left_out,
             metrics=tuple(carried.metric_records),
