@@ -185,6 +185,7 @@ class _ClientExchange:
     def introduction(self, introduce: Introduce | None, start: Start | None) -> Message:
         figures: Mapping[str, int | float | list[int]] = {}
         refused = ""
+        self.cache.drop_ended()
         self.msg.__dict__[_RECEIVED] = Received(self.manifest, {}, self.personal)
         if introduce is not None:
             try:

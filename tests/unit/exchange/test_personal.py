@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -342,6 +343,33 @@ def test_two_experiments_do_not_mix():
     run(grid_of(app, ["a", "b"]), 2)
     run(grid_of(app, ["a", "b"]), 2)
     assert counts(seen, "a") == [0, 1, 0, 1]
+
+
+def test_that_of_a_run_that_ended_long_ago_is_removed_when_the_client_begins_another(cache_folder):
+    app = counting_app([])
+    for _ in range(3):
+        run(grid_of(app, ["a", "b"]), 1)
+    ended, young, mine = cache_folder.glob("*/personal/a")
+    (mine / "notes.txt").write_text("mine")
+    (stays,) = ended.parent.glob("b")
+    for folder, days in ((ended, 31), (mine, 31), (young, 29)):
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, times=(time.time() - 86_400 * days,) * 2)
+    found = list(mine.glob(f"*{SUFFIX}"))
+    run(grid_of(app, ["a", "c"]), 1)
+    assert not ended.exists() and list(stays.iterdir()), "that of another client stays"
+    assert list(young.iterdir())
+    assert found and [path.name for path in mine.iterdir()] == ["notes.txt"], "only files of this project are removed"
+
+
+def test_a_run_that_is_resumed_after_long_keeps_its_own(tmp_path, cache_folder):
+    seen = []
+    app = counting_app(seen)
+    run(grid_of(app, ["a", "b"]), 1, checkpoints=tmp_path / "c")
+    for folder in cache_folder.glob("*/personal/a"):
+        os.utime(folder, times=(0, 0))
+    run(grid_of(app, ["a", "b"]), 2, checkpoints=tmp_path / "c", resume=True)
+    assert counts(seen, "a") == [0, 1]
 
 
 def test_it_may_be_read_and_not_saved_where_a_model_is_scored():
