@@ -140,7 +140,8 @@ class _FrozenRows:
 
     def __init__(self, parameter: nn.Parameter, rows: list[tuple[Entry, np.ndarray]]) -> None:
         self.rows = [(entry.index, torch.from_numpy(np.array(value))) for entry, value in rows]
-        self.hook = parameter.register_hook(self.without_gradient)
+        # One that the app itself does not train has no gradient.
+        self.hook = parameter.register_hook(self.without_gradient) if parameter.requires_grad else None
 
     def without_gradient(self, gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
@@ -187,7 +188,8 @@ def _release(parameter: nn.Parameter) -> None:
         delattr(parameter, _FROZEN)
         parameter.requires_grad_(True)
     if hasattr(parameter, _ROWS):
-        getattr(parameter, _ROWS).hook.remove()
+        if (hook := getattr(parameter, _ROWS).hook) is not None:
+            hook.remove()
         delattr(parameter, _ROWS)
 
 
