@@ -192,11 +192,19 @@ def _model(name: str, sizes: tuple[tuple[str, Any], ...], device: torch.device) 
     if getattr(_of_thread, "built", None) != (name, sizes, device):
         with _loading:  # building seeds torch's generator, which all threads share
             model: Any = models.build(name, **dict(sizes), seed=0)
-        # Convolutions are 20 % faster with this format on a CPU; it does not affect other layers.
-        _of_thread.model = model.to(device, memory_format=torch.channels_last)
+        _of_thread.model = model.to(device, memory_format=_format(model))
         _of_thread.built = name, sizes, device
     found: nn.Module = _of_thread.model
     return found
+
+
+def _format(model: nn.Module) -> torch.memory_format:
+    """The format in which convolutions are 20 % faster on a CPU; it does not affect other layers.
+
+    PyTorch refuses it for a model with tensors of five dimensions, as a Conv3d has.
+    """
+    flat = all(tensor.dim() != 5 for tensor in (*model.parameters(), *model.buffers()))
+    return torch.channels_last if flat else torch.preserve_format
 
 
 def _layout(model: nn.Module) -> Layout:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from tepal.client_app import local_client
 from tepal.client_app.app import app
@@ -206,3 +207,27 @@ def test_of_very_many_files_those_count_that_come_and_go(tmp_path, monkeypatch):
     (root / "a" / "2.png").unlink()
     os.utime(root / "a", ns=(0, 0))
     assert sources.stamp(root) != before
+
+
+class Volumes(nn.Module):
+    """A model with a convolution over three dimensions, and one over two."""
+
+    def __init__(self):
+        super().__init__()
+        self.deep, self.flat = nn.Conv3d(1, 2, 3, padding=1), nn.Conv2d(1, 3, 3)
+
+    def forward(self, images):
+        return self.flat(self.deep(images[:, None]).mean((1, 2))[:, None]).mean((2, 3))
+
+
+def volumes(**sizes):
+    return Volumes()
+
+
+def test_a_model_with_tensors_of_five_dimensions_is_built():
+    sizes = (("image_shape", (1, 8, 8)), ("classes", 3))
+    model = local_client._model("tests.unit.client_app.test_local_client:volumes", sizes, torch.device("cpu"))
+    assert model(torch.rand(2, 1, 8, 8)).shape == (2, 3)
+    flat = local_client._model("cnn", sizes, torch.device("cpu"))
+    convolutions = [m.weight for m in flat.modules() if isinstance(m, nn.Conv2d) and m.in_channels > 1]
+    assert convolutions and all(w.is_contiguous(memory_format=torch.channels_last) for w in convolutions)
