@@ -24,7 +24,7 @@ from tepal.training.augmentation import Augmentation
 from tepal.training.config import TrainingConfig
 from tepal.training.data import dataset_stamp, own_stamp
 from tepal.training.data.inputs import FOUND_NAMES, ClientInputs, InputConfig, client_inputs, written_sizes
-from tepal.training.loop import Batches, device_of
+from tepal.training.loop import Batches, device_of, norm_without_variance
 from tepal.training.node_settings import with_own_settings
 from tepal.training.tasks import TASKS, Task
 
@@ -113,6 +113,14 @@ class LocalClient:
                     f"built for this client's data ({built}): correct the data, or set classes, class-names or "
                     "image-shape in the run config"
                 )
+        if norm := norm_without_variance(self.model, self.batches, self.training, self.task):
+            few, cure = "it has one training example", "add examples"
+            if len(self.batches) > 1:
+                few, cure = "a batch or micro-batch has one example", "raise its size"
+            raise ValueError(
+                f"client {self.name}: {self.origin}: {few}, and the model's BatchNorm {norm!r} needs two in a batch: "
+                f"{cure}, or use a model without BatchNorm"
+            )
         figures: dict[str, int | float | list[int]] = {
             "num-examples": len(self.batches), "test-examples": len(self.test[1]), **self.budget
         }  # fmt: skip

@@ -97,6 +97,22 @@ def test_frozen_entries_have_no_gradient_and_no_optimizer_state(optimizer):
     assert {id(p) for p in held} == {id(p) for p in model[2].parameters()}
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_parameters_may_be_complex(optimizer):
+    class Phases(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, inputs):
+            return super().forward(inputs) * (self.phase * self.phase).real
+
+    model = Phases()
+    fit(model, Batches(*examples(), 5, 0), config(optimizer=optimizer, **{"local-epochs": 1}))
+    assert not torch.equal(model.phase, torch.ones_like(model.phase))
+    assert optimizer_for(linear().parameters(), config(optimizer=optimizer)).defaults["fused"]
+
+
 def test_the_same_seed_trains_the_same_bits():
     def trained(seed):
         model = linear()
