@@ -214,7 +214,7 @@ def norm_without_variance(model: nn.Module, batches: Batches, config: TrainingCo
 
     Only a batch or micro-batch of a single example can have that. The model is called in evaluation mode.
     """
-    norms = {module: path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    norms: dict[nn.Module, str] = {m: path for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
     if not norms or min(len(batches), batches.batch_size, config.micro_batch_size or batches.batch_size) != 1:
         return ""
     found: list[str] = []
