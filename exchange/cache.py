@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from logging import getLogger
 from pathlib import Path
@@ -34,6 +35,7 @@ from tepal.exchange.files import (
     listed_digests,
     map_arrays,
     read_arrays,
+    remove_unfinished,
     shortened,
     write_arrays,
 )
@@ -47,7 +49,11 @@ log = getLogger("flwr")
 DEFAULT_LIMIT = 8_000_000_000
 """Bytes on disk over all experiments and clients of one cache folder."""
 
+ENDED = 30 * 86_400.0
+"""Seconds without a change after which a run's personal state may be removed: a stopped node may be resumed before."""
+
 _WAITING = "waiting."
+_PERSONAL = "personal"
 _HEADER = 300  # approximate bytes of one entry's description in a file: its name (twice), shape and digest
 _ATTEMPTS = 10
 
@@ -72,8 +78,8 @@ class ClientCache:
         own = folder_of(root, experiment)
         self._content = own / CONTENT
         self._links = own / CLIENTS / file_name(shortened(client))
-        self.personal = own / "personal" / file_name(shortened(client))
-        """The folder of this client's personal state, which has no size limit."""
+        self.personal = own / _PERSONAL / file_name(shortened(client))
+        """The folder of this client's personal state, which has no size limit; see `drop_ended`."""
         self.secret = root / "secret"
         """The file from which clients' secrets are derived, see `tepal.exchange.secret`."""
         self.notes: list[str] = []
@@ -142,6 +148,19 @@ class ClientCache:
     def drop_waiting(self) -> None:
         """Remove the parts that were cached as `waiting`."""
         self._unlink(link for link in self._held() if link.name.startswith(_WAITING))
+
+    def drop_ended(self) -> None:
+        """Remove this client's personal state of other experiments in which nothing has changed for `ENDED`."""
+        before = time.time() - ENDED
+        for folder in self.root.glob(f"*/{_PERSONAL}/{self.personal.name}"):
+            with contextlib.suppress(OSError):  # another process may remove the folder
+                if folder == self.personal or folder.stat().st_mtime >= before:
+                    continue
+                remove_unfinished(folder)
+                for file in folder.glob(f"*-*{SUFFIX}"):
+                    file.unlink()
+                for empty in (folder, folder.parent, folder.parent.parent):
+                    empty.rmdir()
 
     def _held(self) -> Iterator[Path]:
         with contextlib.suppress(OSError):

@@ -75,7 +75,14 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return self.size * np.dtype(self.dtype).itemsize
+        """Bytes of its values. Raises ValueError for a dtype that NumPy does not have: the entry cannot be sent."""
+        try:
+            return self.size * np.dtype(self.dtype).itemsize
+        except TypeError as error:
+            raise ValueError(
+                f"the entry {self.name!r} is {self.dtype}, which cannot be sent: make the model float32 "
+                '(model.float()). autocast="bf16" trains it in bfloat16, and wire-dtype="bfloat16" halves what is sent'
+            ) from error
 
     @property
     def index(self) -> tuple[slice, ...]:

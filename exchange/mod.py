@@ -8,7 +8,7 @@ entries, the app needs one line more: `apply_plan(model, msg)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from logging import getLogger
 from pathlib import Path
@@ -59,6 +59,9 @@ class Received:
     trees: Mapping[Tree, Arrays]
     personal: PersonalState
     """This client's personal state: `load()` it, and `save()` it after training."""
+    moving: set[str] = field(default_factory=set)
+    """Frozen entries that training changes although nothing trains them, as `apply_plan` found. In the app's answer
+    they are replaced by what it received."""
 
     @property
     def plan(self) -> Plan:
@@ -185,6 +188,7 @@ class _ClientExchange:
     def introduction(self, introduce: Introduce | None, start: Start | None) -> Message:
         figures: Mapping[str, int | float | list[int]] = {}
         refused = ""
+        self.cache.drop_ended()
         self.msg.__dict__[_RECEIVED] = Received(self.manifest, {}, self.personal)
         if introduce is not None:
             try:
@@ -294,6 +298,8 @@ class _ClientExchange:
         wanted = set(names)
         whole = is_model or len(wanted) == len(layout.entries)
         trains = set(self.plan.trains)
+        found = received(self.msg)
+        moving = found.moving if found and is_model else ()
         changed: list[str] = []
         for entry in layout.entries if whole else [layout.by_name[name] for name in names]:
             source = entry.raw if whole else entry.name
@@ -307,6 +313,8 @@ class _ClientExchange:
                     f"in the app's answer {entry.name!r} is {value.dtype.name}{list(value.shape)}; in the model it is "
                     f"{entry.dtype}{list(entry.shape)}"
                 )
+            if entry.name in moving:
+                value = trees[tree][entry.name]
             if entry.name in wanted:
                 returned[entry.name] = value
             if is_model and entry.name not in trains and not np.array_equal(value, trees[tree][entry.name]):
@@ -335,7 +343,7 @@ class _ClientExchange:
             carries=listed({tree: shapes_of(values, values) for tree, values in (parts or {}).items()}),
             missing={} if refused else self.missing,
             refused=refused,
-            notes=(*self.layouts.notes, *self.cache.notes, *filter(None, [self.personal.lost])),
+            notes=(*self.layouts.notes, *self.cache.notes, *self.personal.notes),
             layout=self.stored,
             left_out=left_out,
             metrics=tuple(carried.metric_records),

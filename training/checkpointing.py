@@ -1,17 +1,18 @@
 """Gradient checkpointing: a layer's activations are recomputed in the backward pass instead of being stored.
 
 Activations then take the memory of the largest layer plus the inputs of all layers, at the cost of about one more
-forward pass (Chen et al. 2016, arXiv:1604.06174). Gradients do not change.
+forward pass (Chen et al. 2016, arXiv:1604.06174). Gradients do not change, and running statistics are updated once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from tepal.models.blocks import find_blocks
@@ -38,7 +39,8 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
         config.use_cache = False
     for module in modules:
         # An instance attribute takes precedence over the class's method.
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        contexts = partial(_first_and_again, module)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
     try:
         yield
     finally:
@@ -46,6 +48,29 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
             del module.forward
         for config in caching:
             config.use_cache = True
+
+
+def _first_and_again(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a layer's forward pass and of its recomputation."""
+    return nullcontext(), _statistics_kept(module)
+
+
+@contextmanager
+def _statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Return a context in which forward passes do not change the running statistics of norms."""
+    norms = [each for each in module.modules() if isinstance(each, _NormBase) and each.track_running_stats]
+    momentums = [norm.momentum for norm in norms]  # None: a norm with cumulative averages
+    counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+    counted = [(count, count.clone()) for count in counts]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momentums, strict=True):
+            norm.momentum = momentum
+        for count, before in counted:
+            count.copy_(before)
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:

@@ -60,7 +60,8 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
     entry is part of a tensor with trained ones (a fused query-key-value projection), its gradient is set to zero before
     any clipping, and its values are restored after every optimizer step, so that weight decay and momentum have no
     effect. If the running statistics of a norm (such as batch norm) are frozen, the norm runs as in eval mode, whatever
-    the model's mode: it uses these statistics and does not update them.
+    the model's mode: it uses these statistics and does not update them. Other frozen buffers may change while the app
+    trains; its answer then has them as they were received.
 
     Args:
         model: the torch module whose `state_dict` the message has; it may be loaded before or after this call.
@@ -90,12 +91,14 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
             continue
         if raw in buffers:
             path, _, name = raw.rpartition(".")
-            # Selected by name: other buffers (position tables, an image's mean) do not change, and their modules may
-            # use the train mode for something else.
+            # Selected by name: modules of other buffers may use the train mode for something else. Most of these do
+            # not change (position tables, an image's mean). Those that do (spectral norm's vectors) are not returned.
             if name.startswith("running_") and buffers[raw].is_floating_point():
                 norm = model.get_submodule(path)
                 if not hasattr(norm, _STATISTICS):
                     setattr(norm, _STATISTICS, _FrozenStatistics(norm))
+            else:
+                content.moving.update(entry.name for entry in rows)
             continue
         parameter = _parameter(parameters, raw)
         if len(rows) == len(entries):
@@ -140,7 +143,8 @@ class _FrozenRows:
 
     def __init__(self, parameter: nn.Parameter, rows: list[tuple[Entry, np.ndarray]]) -> None:
         self.rows = [(entry.index, torch.from_numpy(np.array(value))) for entry, value in rows]
-        self.hook = parameter.register_hook(self.without_gradient)
+        # One that the app itself does not train has no gradient.
+        self.hook = parameter.register_hook(self.without_gradient) if parameter.requires_grad else None
 
     def without_gradient(self, gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
@@ -187,7 +191,8 @@ def _release(parameter: nn.Parameter) -> None:
         delattr(parameter, _FROZEN)
         parameter.requires_grad_(True)
     if hasattr(parameter, _ROWS):
-        getattr(parameter, _ROWS).hook.remove()
+        if (hook := getattr(parameter, _ROWS).hook) is not None:
+            hook.remove()
         delattr(parameter, _ROWS)
 
 

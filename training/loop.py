@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tepal.training import tasks
@@ -40,11 +41,14 @@ class Batches:
     @property
     def per_epoch(self) -> int:
         """Number of batches in an epoch."""
-        return len(_cuts(len(self), self.batch_size))
+        return len(cuts(len(self), self.batch_size))
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """Yield every example once, shuffled. The last batch may be smaller, or larger by one: no batch has a single
-        example, for which BatchNorm has no variance."""
+        """Yield every example once, shuffled. The last batch may be smaller, or larger by one.
+
+        No batch has a single example, for which BatchNorm may have no variance, unless `batch_size` is 1 or there is
+        only one example.
+        """
         # NumPy's generator, not torch's: its permutation is the same on every device and platform.
         rng = np.random.default_rng([self.seed, number])
         order = torch.from_numpy(rng.permutation(len(self))).to(self.labels.device)
@@ -52,7 +56,7 @@ class Batches:
         gathered = inputs.nbytes <= _GATHERED
         if gathered:
             inputs, labels = inputs[order], labels[order]
-        for part in _cuts(len(self), self.batch_size):
+        for part in cuts(len(self), self.batch_size):
             chosen = part if gathered else order[part]
             yield self.augmentation(inputs[chosen], rng), labels[chosen]
 
@@ -61,7 +65,7 @@ Batch = tuple[Tensor, Tensor]
 """Inputs (n, …) and labels (n,) or, in a regression, (n, outputs)."""
 
 
-def _cuts(count: int, size: int) -> list[slice]:
+def cuts(count: int, size: int) -> list[slice]:
     """Return slices of at most `size`; a last slice of a single example is merged with the one before it."""
     ends = [*range(size, count, size), count]
     if len(ends) > 1 and size > 1 and count - ends[-2] == 1:
@@ -118,12 +122,12 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def optimizer_for(trained: Iterable[Tensor], config: TrainingConfig) -> Optimizer:
     """Return a new optimizer. Fused, it takes one call for all tensors, and a fifth of the time for small models."""
     trained = list(trained)
+    rate, decay = config.learning_rate, config.weight_decay
+    fused = all(parameter.is_floating_point() for parameter in trained)  # complex numbers cannot be
     if config.optimizer == "sgd":
-        return SGD(
-            trained, config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay, fused=True
-        )
+        return SGD(trained, rate, momentum=config.momentum, weight_decay=decay, fused=fused)
     kind = AdamW if config.optimizer == "adamw" else Adam
-    return kind(trained, config.learning_rate, weight_decay=config.weight_decay, fused=True)
+    return kind(trained, rate, weight_decay=decay, fused=fused)
 
 
 def fit(
@@ -204,6 +208,31 @@ def descend(
     return fitted(steps, total, time.perf_counter() - start, config)
 
 
+@torch.no_grad()
+def norm_without_variance(model: nn.Module, batches: Batches, config: TrainingConfig, task: Task = tasks.IMAGES) -> str:
+    """Return the path of a BatchNorm that gets one value per channel in training, which has no variance; "" if none.
+
+    Only a batch or micro-batch of a single example can have that. The model is called in evaluation mode.
+    """
+    norms: dict[nn.Module, str] = {m: path for path, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    if not norms or min(len(batches), batches.batch_size, config.micro_batch_size or batches.batch_size) != 1:
+        return ""
+    found: list[str] = []
+
+    def look(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].numel() == inputs[0].shape[1]:  # (1, channels, …)
+            found.append(norms[norm])
+
+    hooks = [norm.register_forward_pre_hook(look) for norm in norms]
+    try:
+        model.eval()
+        task.outputs(model, batches.inputs[:1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else ""
+
+
 def steps_of(batches: Batches, config: TrainingConfig) -> int:
     """Return the number of local steps in a round."""
     return config.local_steps or config.local_epochs * batches.per_epoch
@@ -246,7 +275,7 @@ def pieces(batch: Batch, config: TrainingConfig) -> Iterator[tuple[Tensor, Tenso
     """
     inputs, labels = batch
     size = config.micro_batch_size or len(labels)
-    for part in _cuts(len(labels), size):
+    for part in cuts(len(labels), size):
         yield inputs[part], labels[part], (part.stop - part.start) / len(labels)
 
 

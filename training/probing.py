@@ -33,6 +33,7 @@ from tepal.exchange.plan import (
     PROBE_TIMED,
 )
 from tepal.training.freezing import plan_lifted
+from tepal.training.loop import cuts
 from tepal.training.tasks import IMAGES
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -285,14 +286,15 @@ def reply_to_probes(
         app: a ClientApp with the mod `partial_exchange`.
         load: function of a message and its context that returns the model, with the message's `state_dict` loaded, and
             this client's inputs and labels, both with one row for each example.
-        batch_size: examples in a batch. The batches are in the order of the examples.
+        batch_size: examples in a batch. The batches are in the order of the examples. A last one of a single example is
+            merged with the one before it.
         loss: the objective of local training; by default the mean cross-entropy of logits.
     """
 
     @app.train(PROBE)
     def probe(msg: Message, context: Context) -> Message:
         model, inputs, labels = load(msg, context)
-        batches = zip(inputs.split(batch_size), labels.split(batch_size), strict=True)
+        batches = ((inputs[part], labels[part]) for part in cuts(len(labels), batch_size))
         metrics = MetricRecord({"num-examples": len(labels), **probe_layers(model, msg, batches, loss=loss)})
         return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 

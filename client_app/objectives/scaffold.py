@@ -25,9 +25,11 @@ class ScaffoldObjective(Objective):
 
         def correct() -> None:
             for name, correction in corrections.items():
-                gradient = work.model.get_parameter(name).grad
-                assert gradient is not None
-                gradient += correction
+                parameter = work.model.get_parameter(name)
+                if parameter.grad is None:  # the loss does not depend on it: g_i = 0
+                    parameter.grad = correction.clone()
+                else:
+                    parameter.grad += correction
 
         fitted = work.fit(correct=correct)
         y, moved = work.read(), fitted.steps * work.config.learning_rate

@@ -3,19 +3,24 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 from tepal.client_app import local_client
 from tepal.client_app.app import app
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.training.config import TrainingConfig
 from tepal.training.data import DataError, dataset_stamp, load_client, own_stamp, sources, stored
 from tepal.training.data.inputs import InputConfig
+from tepal.training.loop import Batches, fit
+from tepal.training.tasks import IMAGES
 from tests.lines import read_lines
 
 
@@ -206,3 +211,56 @@ def test_of_very_many_files_those_count_that_come_and_go(tmp_path, monkeypatch):
     (root / "a" / "2.png").unlink()
     os.utime(root / "a", ns=(0, 0))
     assert sources.stamp(root) != before
+
+
+class Volumes(nn.Module):
+    """A model with a convolution over three dimensions, and one over two."""
+
+    def __init__(self):
+        super().__init__()
+        self.deep, self.flat = nn.Conv3d(1, 2, 3, padding=1), nn.Conv2d(1, 3, 3)
+
+    def forward(self, images):
+        return self.flat(self.deep(images[:, None]).mean((1, 2))[:, None]).mean((2, 3))
+
+
+def volumes(**sizes):
+    return Volumes()
+
+
+def test_a_model_with_tensors_of_five_dimensions_is_built():
+    sizes = (("image_shape", (1, 8, 8)), ("classes", 3))
+    model = local_client._model("tests.unit.client_app.test_local_client:volumes", sizes, torch.device("cpu"))
+    assert model(torch.rand(2, 1, 8, 8)).shape == (2, 3)
+    flat = local_client._model("cnn", sizes, torch.device("cpu"))
+    convolutions = [m.weight for m in flat.modules() if isinstance(m, nn.Conv2d) and m.in_channels > 1]
+    assert convolutions and all(w.is_contiguous(memory_format=torch.channels_last) for w in convolutions)
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "settings", "said"),
+    [
+        ("mlp", 1, {}, "has one training example, and the model's BatchNorm '2' needs two in a batch: add examples"),
+        ("mlp", 9, {"batch_size": 8}, ""),
+        ("mlp", 9, {"batch_size": 1}, "a batch or micro-batch has one example, .* raise its size"),
+        ("mlp", 9, {"batch_size": 8, "micro_batch_size": 1}, "a batch or micro-batch has one example"),
+        ("cnn", 1, {"batch_size": 1}, ""),  # one image has several values per channel
+        ("none", 1, {"batch_size": 1}, ""),
+    ],
+)
+def test_a_client_without_variance_for_batch_norm_is_refused_when_it_introduces_itself(model, count, settings, said):
+    mlp = [nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)]
+    cnn = [nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 3)]
+    net = nn.Sequential(*{"mlp": mlp, "cnn": cnn, "none": mlp[:2] + mlp[3:]}[model])
+    training = TrainingConfig(local_epochs=1, **settings)
+    batches = Batches(torch.rand(count, 1, 8, 8), torch.arange(count) % 3, training.batch_size, 0)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    test = torch.rand(2, 1, 8, 8), torch.arange(2)
+    client = local_client.LocalClient("c", net, batches, test, training, IMAGES, {}, {"classes": 3}, "mine.npz")
+    if said:
+        with pytest.raises(ValueError, match=f"client c: mine.npz: .*{said}"):
+            client.figures(SimpleNamespace())
+    else:
+        assert client.figures(SimpleNamespace())["num-examples"] == count
+        fit(net, batches, training)
+    assert said == "" or all(torch.equal(value, before[name]) for name, value in net.state_dict().items())

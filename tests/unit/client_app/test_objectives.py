@@ -1,5 +1,7 @@
 """The objectives of local training that a plan can name."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -50,3 +52,42 @@ def test_apfls_personal_model_has_the_statistics_with_which_it_was_trained():
         share = 0.25 if name in ("0.weight", "0.bias", "1.weight", "1.bias") else 1.0
         expected = share * kept[name] + (1 - share) * second.received[name]
         np.testing.assert_allclose(values, expected, rtol=1e-6, err_msg=name)
+
+
+class PartlyUsed(nn.Module):
+    """A model whose loss does not depend on one of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def test_scaffold_trains_a_model_with_a_layer_that_has_no_gradient():
+    """Option II: y ← y − η(g(y) − c_i + c), then c_i⁺ = c_i − c + (x − y)/(K·η). Without a gradient g is 0."""
+    torch.manual_seed(0)
+    model, rate = PartlyUsed(), 0.05
+    batches = Batches(torch.randn(12, 4), torch.arange(12) % 3, 4, 0)
+    draw = np.random.default_rng(0).normal
+    c, own = ({n: draw(size=p.shape).astype(np.float32) for n, p in model.named_parameters()} for _ in range(2))
+    expected = copy.deepcopy(model)
+    for inputs, labels in batches.epoch(0):
+        expected.zero_grad()
+        nn.functional.cross_entropy(expected(inputs), labels).backward()
+        with torch.no_grad():
+            for name, y in expected.named_parameters():
+                y -= rate * ((0 if y.grad is None else y.grad) + torch.from_numpy(c[name] - own[name]))
+    config = TrainingConfig(optimizer="sgd", learning_rate=rate, local_epochs=1, batch_size=4, weight_decay=0.0)
+    work = Work(model, batches, config, layout=layout_of(model), trees={plan.CONTROL: c}, load_personal=lambda: own)
+    work.received = x = work.read()
+    outcome = find(plan.SCAFFOLD).fit(work)
+    assert outcome.fitted.steps == 3
+    for name, y in expected.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), y)
+        after = own[name] - c[name] + (x[name] - y.detach().numpy()) / (3 * rate)
+        np.testing.assert_allclose(outcome.personal[name], after, atol=1e-5)
+        np.testing.assert_allclose(outcome.trees[plan.CONTROL][name], after - own[name], atol=1e-5)
+        if name.startswith("unused"):
+            np.testing.assert_allclose(outcome.personal[name], 0, atol=1e-5)

@@ -64,6 +64,12 @@ def test_bytes_count_shared_tensors_once():
     assert layout.nbytes(["attn.qkv:q", "steps"]) == 64 + 8
 
 
+def test_a_dtype_that_numpy_does_not_have_is_an_error_that_names_entry_and_cure():
+    layout = Layout((RawTensor("w", (2,), "bfloat16"),), (Entry("w", "w", (2,), "bfloat16"),))
+    with pytest.raises(ValueError, match=r"the entry 'w' is bfloat16, which cannot be sent: .*autocast=\"bf16\""):
+        layout.nbytes()
+
+
 def test_layout_survives_json():
     layout = fused_layout()
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout

@@ -3,11 +3,14 @@
 The app of these tests counts: it loads its counter, adds one, saves it, and trains nothing.
 """
 
+import errno
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,8 @@ from flwr.clientapp import ClientApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepal.exchange import partial_exchange, received
+from tepal.exchange import Encoding, partial_exchange, received
+from tepal.exchange import personal as personal_module
 from tepal.exchange.files import SUFFIX
 from tepal.exchange.header import Header
 from tepal.exchange.manifest import RECORD
@@ -36,6 +40,10 @@ def state_of(folder, exchange, *, current="", keep=(), round=1, **options):
 
 def versions_in(folder):
     return sorted(path.name.removesuffix(SUFFIX).partition("-")[2] for path in folder.glob(f"*{SUFFIX}"))
+
+
+def no_room(*args, **options):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 # ---- alone -----------------------------------------------------------------------------------------------------------
@@ -78,14 +86,62 @@ def test_what_was_saved_counts_once_the_server_says_so(tmp_path):
         now.load()["step"][...] = 4
 
 
-def test_the_last_of_several_savings_counts_and_without_one_nothing_is_written(tmp_path):
+def test_the_last_of_several_savings_counts_and_without_one_the_version_goes_on(tmp_path):
     state = state_of(tmp_path, "a")
     for number in (1, 2, 3):
         state.save({"n": np.array(number)})
     state.commit()
     state_of(tmp_path, "b", current="a").commit()
-    assert versions_in(tmp_path) == ["a"]
-    assert state_of(tmp_path, "c", current="a").load()["n"] == 3
+    assert versions_in(tmp_path) == ["a", "b"]
+    for current in "ab":
+        assert state_of(tmp_path, "c", current=current).load()["n"] == 3
+    state_of(tmp_path, "d", current="gone").commit()
+    state_of(tmp_path, "e", current="a", advances=False).commit()
+    assert versions_in(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_version_that_goes_on_does_not_replace_that_of_an_earlier_answer(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(os, "link", no_room)
+    first = state_of(tmp_path, "a")
+    first.save({"n": np.array(1)})
+    first.commit()
+    state_of(tmp_path, "b", current="a").commit()
+    for exchange in "ab":
+        assert state_of(tmp_path, "c", current=exchange).load()["n"] == 1
+    again = state_of(tmp_path, "b", current="a")
+    again.save({"n": np.array(2)})
+    again.commit()
+    assert state_of(tmp_path, "c", current="a").load()["n"] == 1, "the link is replaced, not what it links to"
+    if links:
+        state_of(tmp_path, "b", current="a").commit()
+        assert state_of(tmp_path, "c", current="b").load()["n"] == 2
+
+
+def test_without_room_the_own_arrays_stay_and_what_was_left_out_is_not_sent_twice(tmp_path, monkeypatch):
+    first = state_of(tmp_path, "a")
+    first.save({"n": np.array(1)})
+    first.save_left_out({"w": np.array(0.5)})
+    first.commit()
+    monkeypatch.setattr(personal_module, "write_arrays", no_room)
+    for before, exchange in pairwise("abc"):
+        state = state_of(tmp_path, exchange, current=before, round=2)
+        assert state.load_left_out() == ({"w": 0.5} if before == "a" else {})
+        state.save_left_out({"w": np.array(0.25)})
+        state.commit()
+        (note,) = state.notes
+        assert "not added to the next one" in note and "No space left" in note
+        assert state_of(tmp_path, "x", current=exchange).load() == {"n": 1}
+    assert state_of(tmp_path, "x", current="a").load_left_out() == {"w": 0.5}, "the server may restore it"
+    state_of(tmp_path, "d", current="c", round=3).commit()
+    assert state_of(tmp_path, "x", current="d").load_left_out() == {}
+    state_of(tmp_path, "e", current="d", round=3).prune()
+    assert [path.name for path in tmp_path.iterdir()] == [f"000003-sent-d{SUFFIX}"]
+    own = state_of(tmp_path, "e", current="d", round=4)
+    own.save({"n": np.array(2)})
+    with pytest.raises(OSError, match="No space left"):
+        own.commit()
 
 
 def test_nothing_may_be_saved_as_well(tmp_path):
@@ -289,6 +345,33 @@ def test_two_experiments_do_not_mix():
     assert counts(seen, "a") == [0, 1, 0, 1]
 
 
+def test_that_of_a_run_that_ended_long_ago_is_removed_when_the_client_begins_another(cache_folder):
+    app = counting_app([])
+    for _ in range(3):
+        run(grid_of(app, ["a", "b"]), 1)
+    ended, young, mine = cache_folder.glob("*/personal/a")
+    (mine / "notes.txt").write_text("mine")
+    (stays,) = ended.parent.glob("b")
+    for folder, days in ((ended, 31), (mine, 31), (young, 29)):
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, times=(time.time() - 86_400 * days,) * 2)
+    found = list(mine.glob(f"*{SUFFIX}"))
+    run(grid_of(app, ["a", "c"]), 1)
+    assert not ended.exists() and list(stays.iterdir()), "that of another client stays"
+    assert list(young.iterdir())
+    assert found and [path.name for path in mine.iterdir()] == ["notes.txt"], "only files of this project are removed"
+
+
+def test_a_run_that_is_resumed_after_long_keeps_its_own(tmp_path, cache_folder):
+    seen = []
+    app = counting_app(seen)
+    run(grid_of(app, ["a", "b"]), 1, checkpoints=tmp_path / "c")
+    for folder in cache_folder.glob("*/personal/a"):
+        os.utime(folder, times=(0, 0))
+    run(grid_of(app, ["a", "b"]), 2, checkpoints=tmp_path / "c", resume=True)
+    assert counts(seen, "a") == [0, 1]
+
+
 def test_it_may_be_read_and_not_saved_where_a_model_is_scored():
     seen, read = [], []
     app = counting_app(seen)
@@ -347,6 +430,60 @@ def test_a_reply_whose_personal_state_could_not_be_written_is_refused_and_not_me
     assert client == "b" and "its personal state could not be written to" in reason and "personal/b" in reason
     assert "b" in history[1].refused_by_client
     assert counts(seen, "b") == [0, 0, 1, 2], "and it goes on from the last one that the server counts"
+
+
+@pytest.mark.parametrize("up", ["float32", "int8"])
+@pytest.mark.parametrize("saved_in", [1, 3])
+def test_what_is_saved_once_stays(up, saved_in):
+    """Every merged exchange makes the current version, also one in which the app saves nothing."""
+    seen, history = [], []
+    app = ClientApp(mods=[partial_exchange])
+
+    @app.train()
+    def train(msg, context):
+        content = received(msg)
+        seen.append((content.personal.load(), content.personal.lost))
+        if content.plan.round == saved_in:
+            content.personal.save({"own": np.array(7)})
+        return Message(
+            RecordDict({"arrays": msg.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}), reply_to=msg
+        )
+
+    start = ArrayRecord({"w": Array(np.zeros((2, 2), np.float32))})
+    strategy = FedAvg(min_available_nodes=2, fraction_evaluate=0, encoding=Encoding(up=up), on_round=history.append)
+    strategy.start(grid_of(app, ["a", "b"]), start, num_rounds=4)
+    assert seen == 2 * saved_in * [({}, "")] + 2 * (4 - saved_in) * [({"own": 7}, "")]
+    assert not any(report.notes for report in history)
+
+
+@pytest.mark.parametrize("full_in", [1, 2])
+def test_a_client_with_a_full_disk_takes_part_without_error_feedback(monkeypatch, full_in):
+    write, history = personal_module.write_arrays, []
+
+    def full(path, *args, **options):
+        if path.parent.name == "b" and full_in <= len(history) + 1 <= 3:
+            no_room()
+        return write(path, *args, **options)
+
+    monkeypatch.setattr(personal_module, "write_arrays", full)
+    app = ClientApp(mods=[partial_exchange])
+
+    @app.train()
+    def train(msg, context):
+        moved = msg.content["arrays"].to_numpy_ndarrays()[0] + np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+        content = {"arrays": ArrayRecord({"w": Array(moved)}), "metrics": MetricRecord({"num-examples": 1})}
+        return Message(RecordDict(content), reply_to=msg)
+
+    start = ArrayRecord({"w": Array(np.zeros((3, 4), np.float32))})
+    strategy = FedAvg(min_available_nodes=2, fraction_evaluate=0, encoding=Encoding(up="int4"), on_round=history.append)
+    strategy.start(grid_of(app, ["a", "b"]), start, num_rounds=5)
+    assert [sorted(report.replied) for report in history] == 5 * [["a", "b"]]
+    noted = [[note for _, note in report.notes] for report in history]
+    for number, notes in enumerate(noted, 1):
+        if full_in <= number <= 3:
+            assert len(notes) == 1 and "No space left on device" in notes[0], "and nothing is told as a loss"
+    assert [len(notes) for notes in noted] == [int(full_in <= n <= 4) for n in range(1, 6)]
+    assert "starts from the beginning" in noted[3][0], "once, when there is room again"
 
 
 # ---- a run that is resumed -------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
+from torch import nn
 
 from tepal.exchange import PartialExchange, partial_exchange
 from tepal.exchange.manifest import PARTS, RECORD, Manifest
@@ -35,6 +36,17 @@ def entries(arrays, make):
     return {name: tensor.numpy().copy() for name, tensor in canonical_state(model).items()}
 
 
+def make_half_frozen():
+    """A transformer of which the app itself trains the upper half only."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        model = nn.Sequential(nn.Flatten(1, 2), encoder, nn.Flatten(), nn.Linear(64, 10))
+    encoder.layers[0].requires_grad_(False)
+    return model
+
+
 class Spy:
     """A mod before the exchange's own: what the server sent to each client, per message."""
 
@@ -64,6 +76,14 @@ def run(strategy, make, rounds=4, clients=3, grid=None, **app):
     model = make()
     result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=rounds, train_config=CONFIG)
     return result, history, spy
+
+
+def test_an_app_may_itself_freeze_a_fused_projection():
+    result, history, _ = run(FedFrozen(warmup_rounds=1, model=make_half_frozen()), make_half_frozen, rounds=3)
+    assert [len(report.replied) for report in history] == [3, 3, 3]
+    start, end = make_half_frozen().state_dict(), result.arrays.to_torch_state_dict()
+    moved = {name for name in start if not torch.equal(start[name], end[name])}
+    assert moved and not any(".layers.0." in name for name in moved)
 
 
 @pytest.mark.parametrize("make", [make_split, make_fused], ids=["split", "fused"])

@@ -886,6 +886,42 @@ def test_the_statistics_of_a_stage_that_nobody_chose_stay_as_they_are(selection)
     assert idle
 
 
+class SpectralNormed(nn.Module):
+    """Layers whose buffers change in each forward pass in train mode, whatever is frozen, and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            norm = nn.utils.parametrizations.spectral_norm
+            self.blocks = nn.ModuleList(norm(nn.Linear(8, 8), n_power_iterations=1) for _ in range(3))
+            self.head = nn.Linear(8, 10)
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, x):
+        self.passes += self.training
+        x = x.flatten(1)[:, :8]
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x)
+
+
+def test_a_frozen_layer_may_have_buffers_that_change_in_training():
+    app, model = torch_app(SpectralNormed), SpectralNormed()
+    nodes = [Node(app, {"partition-id": k}) for k in range(2)]
+    out = run(nodes=nodes, model=model, start=ArrayRecord(model.state_dict()), budget=1)
+    idle = 0
+    for number, report in out.reports.items():
+        assert report.replied == ["client-0", "client-1"], report.refused
+        chosen = set(np.flatnonzero(report.record["masks"].any(axis=0)).tolist())
+        for name, array in out.models[number].items():
+            stage = int(name.split(".")[1]) if name.startswith("blocks.") else None
+            if not name.startswith("head.") and stage not in chosen:
+                assert array.tobytes() == out.models[number - 1][name].tobytes(), name
+                idle += name.endswith("_u")
+    assert idle and out.models[len(out.reports)]["passes"] == 0
+
+
 def test_a_model_without_a_head_of_its_own_trains_layers_alone_and_nothing_where_nothing_fits():
     """A language model's head may be its embedding, which no client trains."""
     blocks = find_blocks(NET)

@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
 from torch import nn
 
 from tepal.client_app import apply_plan
 from tepal.exchange import MODEL, Outgoing, Plan, Sender, partial_exchange
+from tepal.exchange.plan import LAYER_SCORES, PROBE, PROBE_BATCHES, PROBE_SCORE
 from tepal.models.blocks import canonical_state, find_blocks
 from tepal.models.tiny_vit import TinyViT
 from tepal.strategies.in_process import InProcessGrid
-from tepal.training.probing import layer_scores
+from tepal.training.probing import layer_scores, reply_to_probes
 
 
 def seeded(build, seed=0):
@@ -339,6 +341,26 @@ def test_a_diverged_model_is_an_error_that_names_the_cure(kind):
 
     with pytest.raises(FloatingPointError, match=r"layer 3 of 3 \(blocks\.2.*NaN or infinite.*lower learning-rate"):
         scores(vit(), [images()], score=kind, loss=steep)
+
+
+def test_a_last_batch_of_one_example_is_merged_with_the_one_before_it():
+    """BatchNorm has no variance for it."""
+    build = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, 10))  # noqa: E731
+    model, (inputs, labels) = seeded(build), images(9)
+    app = ClientApp(mods=[partial_exchange])
+    reply_to_probes(app, lambda msg, context: (model, inputs, labels), batch_size=4)
+    layout = find_blocks(model).layout
+    entries = {name: tensor.numpy().copy() for name, tensor in canonical_state(model).items()}
+    InProcessGrid([])  # sets the identity that a Message needs
+    plan = Plan(
+        client="c", round=1, action=PROBE, needs={MODEL: layout.names},
+        groups={"layer/0": ("1.weight", "1.bias")}, options={PROBE_SCORE: "gradient", PROBE_BATCHES: 0},
+    )  # fmt: skip
+    sender = Sender(layout, {"all": layout.names}, experiment="e", record="arrays")
+    message = Message(sender.content(Outgoing(plan, lambda tree: entries))[0], 1, f"train.{PROBE}")
+    found = app(message, Context(1, 1, {}, RecordDict(), {})).content["metrics"][LAYER_SCORES]
+    parts = [(inputs[:4], labels[:4]), (inputs[4:], labels[4:])]
+    assert found == scores(model, parts, [("1.weight", "1.bias")]).scores
 
 
 def test_mistakes_are_named():

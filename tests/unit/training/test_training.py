@@ -97,6 +97,22 @@ def test_frozen_entries_have_no_gradient_and_no_optimizer_state(optimizer):
     assert {id(p) for p in held} == {id(p) for p in model[2].parameters()}
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_parameters_may_be_complex(optimizer):
+    class Phases(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, inputs):
+            return super().forward(inputs) * (self.phase * self.phase).real
+
+    model = Phases()
+    fit(model, Batches(*examples(), 5, 0), config(optimizer=optimizer, **{"local-epochs": 1}))
+    assert not torch.equal(model.phase, torch.ones_like(model.phase))
+    assert optimizer_for(linear().parameters(), config(optimizer=optimizer)).defaults["fused"]
+
+
 def test_the_same_seed_trains_the_same_bits():
     def trained(seed):
         model = linear()
@@ -212,18 +228,22 @@ def test_no_pass_is_larger_than_a_piece():
     assert passes == [4, 4, 2, 4, 4, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["tiny-vit", "cnn"])
+@pytest.mark.parametrize("name", ["tiny-vit", "cnn", "resnet-20", "resnet-20 with cumulative averages"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gradient_checkpointing_trains_the_same(name, frozen):
     def trained(**settings):
-        model = models.build(name, image_shape=(1, 8, 8), classes=3, seed=0)
+        model = models.build(name.split()[0], image_shape=(1, 8, 8), classes=3, seed=0)
+        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+        for norm in norms:
+            norm.momentum = None if "cumulative" in name else 0.1
         layers = find_blocks(model).layers
         for name_of, parameter in model.named_parameters():
             parameter.requires_grad_(not (frozen and name_of.startswith(layers[0][0].split(".")[0])))
         inputs = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(0))
         fit(model, Batches(inputs, torch.arange(12) % 3, 12, 0), config(**{"local-steps": 2, **settings}))
         assert not any("forward" in vars(module) for module in model.modules()), "as it was before"
-        return {n: p.detach() for n, p in model.named_parameters()}
+        assert {norm.momentum for norm in norms} <= {None if "cumulative" in name else 0.1}
+        return model.state_dict()
 
     plain, again = trained(), trained(**{"gradient-checkpointing": True})
     for name_of, expected in plain.items():
