@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -170,6 +171,7 @@ class DataConfig(BaseModel):
     @field_validator("class_names")
     @classmethod
     def _are_names(cls, text: str, info: ValidationInfo) -> str:
+        text = unicodedata.normalize("NFC", text)  # as `name_of` the names in files
         names = separated(text)
         if len(set(names)) < len(names):
             raise ValueError("a name occurs twice: leave one out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,18 @@ from tepal.training.data.config import DataError, Reading
 _SHOWN = 20  # names in a message
 
 
+def name_of(text: str) -> str:
+    """Return a class name in the one form (NFC) in which names are compared: macOS writes folders in another one."""
+    return unicodedata.normalize("NFC", text)
+
+
 def numbers_of(names: Sequence[str], reading: Reading, where: str, what: str) -> dict[str, int]:
     """Return class name → label: by `class-names`, else by position among the sorted `names`.
 
+    If all names are whole numbers, they are sorted as numbers, so that 0 to n - 1 are their own labels.
+
     Args:
-        names: the names found, without repetition.
+        names: the names found, by `name_of`, without repetition.
         reading: the run's settings.
         where: the file or folder, for messages.
         what: the kind of names, for messages, such as "class folders".
@@ -38,29 +46,62 @@ def numbers_of(names: Sequence[str], reading: Reading, where: str, what: str) ->
             f"classes: labels are positions among the sorted names, so give every client the same {what} (for a class "
             "without images an empty folder), or set class-names"
         )
-    return {name: label for label, name in enumerate(sorted(names))}
+    ordered = sorted(names, key=lambda name: (int(name), name)) if all(map(_is_whole, names)) else sorted(names)
+    return {name: label for label, name in enumerate(ordered)}
 
 
 def labels_of(values: Sequence[Any], reading: Reading, where: str) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Return the labels (n,) of a table's column, and the class names if the column has names.
 
-    Whole numbers, also written as text, are labels; all other values are names.
+    Whole numbers, also written as text ("1" or "1.0"), are labels, unless one of `class-names` is a number; all other
+    values are names.
 
     Raises:
-        DataError: a value is missing, or the names are not the run's (see `numbers_of`).
+        DataError: a value is missing, or a number that is not whole; or the names are not the run's (see `numbers_of`).
     """
-    column = f"column {reading.label_column}"
-    for row, value in enumerate(values):
-        if value is None or value == "":
-            raise DataError(f"{where}: row {row + 1} has no label ({column}): add it or remove the row")
-        if isinstance(value, float) and not value.is_integer():
-            raise DataError(f"{where}: row {row + 1}: label {value} ({column}) is neither a whole number nor a name")
-    names = [str(int(value) if isinstance(value, float) else value).strip() for value in values]
-    if not set(names) <= set(reading.class_names) and all(map(_is_number, names)):
+    names = [_name_in(value, row, reading, where) for row, value in enumerate(values)]
+    if all(map(_is_whole, names)) and not any(_number(name) is not None for name in reading.class_names):
         return np.array([int(name) for name in names], dtype=np.int64), ()
-    numbers = numbers_of(sorted(set(names)), reading, where, f"names in {column}")
+    numbers = numbers_of(sorted(set(names)), reading, where, f"names in column {reading.label_column}")
     return np.array([numbers[name] for name in names], dtype=np.int64), tuple(numbers)
 
 
-def _is_number(text: str) -> bool:
-    return text.removeprefix("-").isdecimal() and len(text) < 18
+def _name_in(value: Any, row: int, reading: Reading, where: str) -> str:
+    """Return a cell as a name; a whole number has no decimal point in it. Raises DataError.
+
+    Text with a fraction, such as 4.5, is a name for images and texts. With numbers as inputs it is hardly a class.
+    """
+    column = f"column {reading.label_column}"
+    name = name_of(str(value).strip())
+    if value is None or value == "":
+        raise DataError(f"{where}: row {row + 1} has no label ({column}): add it or remove the row")
+    number = None if name in reading.class_names or _is_decimal(name) else _number(name)
+    if number is None:
+        return name
+    if number.is_integer():
+        return str(int(number))
+    if reading.labelled:
+        raise DataError(
+            f"{where}: row {row + 1} has {value} in {column} (label-column), which is no class: write classes as whole "
+            'numbers from 0 on or as names; for a regression choose model="linear-attention" or a custom model with '
+            'task="sequence-regression"'
+        )
+    if not isinstance(value, str):
+        raise DataError(f"{where}: row {row + 1}: label {value} ({column}) is neither a whole number nor a name")
+    return name
+
+
+def _number(text: str) -> float | None:
+    """Return the number that a text is; None for a name."""
+    try:
+        return None if "_" in text else float(text)  # Python reads 1_0 as 10
+    except ValueError:
+        return None
+
+
+def _is_decimal(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _is_whole(text: str) -> bool:
+    return _is_decimal(text) and len(text) < 18

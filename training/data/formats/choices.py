@@ -2,7 +2,8 @@
 
 The choices are in one column, as a list, as {"text": […], "label": […]} or as a list of {"text": …, "label": …} (ARC,
 OpenBookQA), or each in a column of its own (PIQA: `choices-column="sol1,sol2"`). The right one is given by its
-position from 0 on, its label, its letter (A is the first), or its text.
+position from 0 on, its label, its letter (A is the first), or its text. Texts may be numbers: whether a column's
+answers are positions or texts is decided for all its rows together.
 """
 
 from __future__ import annotations
@@ -30,18 +31,50 @@ def choices_of(
         where: the table, for messages.
 
     Raises:
-        DataError: a question has fewer than two choices, a choice is not text, or an answer is not among them.
+        DataError: a question has fewer than two choices, a choice is not text, or an answer is not among them; or all
+            answers can be positions and can be texts, and these differ.
     """
-    found, positions = [], []
-    for row, answer in enumerate(answers):
+    found, labels_of = [], []
+    for row in range(len(answers)):
         cells = [column[row] for column in columns]
         choices, labels = _choices_in(cells[0] if len(cells) == 1 else cells)
-        at = f"{where}: row {row + 1}"
         if len(choices) < 2 or not all(isinstance(choice, str) and choice.strip() for choice in choices):
-            raise DataError(f"{at}: has the choices {list(choices)!r:.80}: give at least two texts")
+            raise DataError(f"{where}: row {row + 1}: has the choices {list(choices)!r:.80}: give at least two texts")
         found.append(choices)
-        positions.append(_position(answer, choices, labels, at))
+        labels_of.append(labels)
+    as_texts = _are_texts(answers, found, labels_of, where)
+    positions = [
+        choices.index(str(answer).strip()) if as_texts and str(answer).strip() not in labels
+        else _position(answer, choices, labels, f"{where}: row {row + 1}")
+        for row, (answer, choices, labels) in enumerate(zip(answers, found, labels_of, strict=True))
+    ]  # fmt: skip
     return tuple(found), np.array(positions, dtype=np.int64)
+
+
+def _are_texts(
+    answers: Sequence[Any], found: Sequence[Choices], labels_of: Sequence[Sequence[str]], where: str
+) -> bool:
+    """Return whether all answers that are no labels are texts of choices, and some are no positions.
+
+    Raises DataError if all are both, and these differ.
+    """
+    rows = [(row, str(answer).strip()) for row, answer in enumerate(answers)]
+    rows = [(row, text) for row, text in rows if text not in labels_of[row]]
+    if not all(isinstance(answers[row], str) and found[row].count(text) == 1 for row, text in rows):
+        return False
+    if not all(_is_position(text, found[row]) for row, text in rows):
+        return True
+    for row, text in rows:
+        if found[row].index(text) != int(text):
+            raise DataError(
+                f"{where}: row {row + 1}: the answer {text!r} is a position from 0 on and also the text of another "
+                "choice, and so it is in all rows: write the right choices as letters (A is the first)"
+            )
+    return False
+
+
+def _is_position(text: str, choices: Choices) -> bool:
+    return text.isdecimal() and int(text) < len(choices)
 
 
 def _choices_in(cell: Any) -> tuple[Choices, Sequence[str]]:
@@ -57,7 +90,7 @@ def _position(answer: Any, choices: Choices, labels: Sequence[str], at: str) -> 
     text = str(answer).strip()
     if text in labels:
         return list(labels).index(text)
-    if text.isdecimal() and int(text) < len(choices):
+    if _is_position(text, choices):
         return int(text)
     if choices.count(text) == 1:
         return choices.index(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
@@ -20,6 +20,14 @@ def suffix_of(path: Path) -> str:
     """Return the suffix of the format in lower case: ".csv" for "a.csv.gz"."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     return next((suffix for suffix in reversed(suffixes) if suffix not in _OPEN), "")
+
+
+def without_copies(files: Iterable[Path]) -> list[Path]:
+    """Return the files, sorted, each once: without "a.csv.gz" beside "a.csv", and without "a.csv.xz" beside either."""
+    chosen: dict[Path, Path] = {}
+    for file in sorted(files):  # a plain file comes first
+        chosen.setdefault(file.with_suffix("") if file.suffix.lower() in _OPEN else file, file)
+    return list(chosen.values())
 
 
 @contextmanager

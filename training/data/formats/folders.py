@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from logging import getLogger
 from pathlib import Path
 
 from tepal.training.data.checks import Arrays, checked_source
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import ImageArrays, Source
 from tepal.training.data.formats.images import IMAGE_SUFFIXES, read_listed
-from tepal.training.data.labels import numbers_of
+from tepal.training.data.labels import name_of, numbers_of
+
+log = getLogger("flwr")
 
 Entry = tuple[Path, str, str]
 """A file, its class, and its group ("" for none)."""
+
+_VALIDATION = {"val", "valid", "validation"}
 
 
 def class_folders(root: Path) -> list[Path]:
@@ -22,27 +27,49 @@ def class_folders(root: Path) -> list[Path]:
 def read_folder(root: Path, reading: Reading) -> Source[ImageArrays]:
     """Read images by class, or by group and class. Groups "train" and "test" are a training and a test set.
 
-    A label is the position of the class among `class-names`, else among the sorted names of the class folders; an empty
-    class folder counts.
+    Upper and lower case are the same in these two, and a validation set beside "train" is training data. A label is the
+    position of the class among `class-names`, else among the sorted names of the class folders, as numbers if all are
+    whole numbers; an empty class folder counts.
 
     Raises:
-        DataError: there are no images, too many cannot be read, or the classes are not the run's.
+        DataError: there are no images, too many cannot be read, or the classes are not the run's; or there are other
+            groups beside "train" and "test".
     """
     names, entries = _entries(root)
     numbers = numbers_of(names, reading, f"{root}", "class folders")
-    parts = {"": entries}
-    if {group for _, _, group in entries} == {"train", "test"}:
-        parts = {part: [entry for entry in entries if entry[2] == part] for part in ("train", "test")}
+    parts = _parts(entries, root)
     read: dict[str, Arrays] = {}
     for part, some in parts.items():
         listed = [(file, numbers[name], group) for file, name, group in some]
-        images, labels, groups = read_listed(listed, str(root / part), reading)
+        images, labels, groups = read_listed(listed, f"{root}: {part}" if part else str(root), reading)
         read[part] = images, labels, None if part or not groups.astype(bool).any() else groups
     return checked_source(read, str(root), reading, classes=len(numbers), names=tuple(numbers))
 
 
+def _parts(entries: list[Entry], root: Path) -> dict[str, list[Entry]]:
+    """Return {"train": …}, with "test" if there is one, or {"": all} if the groups are no sets. Raises DataError."""
+    groups = {group.lower(): group for _, _, group in entries}
+    others = sorted(groups.keys() - {"train", "test"} - _VALIDATION)
+    if "train" not in groups or (others and "test" not in groups) or len(groups) == 1:
+        return {"": entries}
+    if others:
+        raise DataError(
+            f"{root}: has the folder {groups[others[0]]} beside {groups['train']} and {groups['test']}, so that it is "
+            "unclear what is for tests: move it away, or into one of them"
+        )
+    if validation := sorted(groups[group] for group in groups.keys() & _VALIDATION):
+        log.warning(
+            "%s: the images in %s are used for training, like those in %s. If this is wrong, move the folder away.",
+            root, ", ".join(validation), groups["train"],
+        )  # fmt: skip
+    parts: dict[str, list[Entry]] = {"train": []}
+    for entry in entries:
+        parts.setdefault("test" if entry[2].lower() == "test" else "train", []).append(entry)
+    return parts
+
+
 def _entries(root: Path) -> tuple[list[str], list[Entry]]:
-    """Return the class names, sorted, and the images. Raises DataError."""
+    """Return the class names, in any order, and the images. Raises DataError."""
     expected = (
         "expected are images as root/<class name>/<file> or root/<group>/<class name>/<file>, with "
         f"{', '.join(IMAGE_SUFFIXES)}"
@@ -50,13 +77,13 @@ def _entries(root: Path) -> tuple[list[str], list[Entry]]:
     folders = class_folders(root)
     if not folders:
         raise DataError(f"{root}: no class folder; {expected}")
-    if entries := [(file, folder.name, "") for folder in folders for file in _images(folder)]:
-        return [folder.name for folder in folders], entries
+    if entries := [(file, name_of(folder.name), "") for folder in folders for file in _images(folder)]:
+        return [*{name_of(folder.name) for folder in folders}], entries
     inner = [(group.name, folder) for group in folders for folder in class_folders(group)]
-    entries = [(file, folder.name, group) for group, folder in inner for file in _images(folder)]
+    entries = [(file, name_of(folder.name), group) for group, folder in inner for file in _images(folder)]
     if not entries:
         raise DataError(f"{root}: no image in its class folders ({len(folders)}); {expected}")
-    return sorted({folder.name for _, folder in inner}), entries
+    return [*{name_of(folder.name) for _, folder in inner}], entries
 
 
 def _images(folder: Path) -> list[Path]:

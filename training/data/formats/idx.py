@@ -35,7 +35,7 @@ def read_idx(folder: Path, reading: Reading) -> Source[ImageArrays]:
     """Read training images and, if they exist, test images. Raises DataError, also for a truncated file."""
     files: dict[tuple[str, str, str], Path] = {}
     for file in sorted(folder.iterdir(), reverse=True):  # a plain file takes precedence over its .gz
-        if found := _NAME.fullmatch(file.name):
+        if (found := _NAME.fullmatch(file.name)) and file.is_file():  # Kaggle also has folders of these names
             part = "train" if found["part"] == "train" else "test"
             files[found["family"] or "", part, found["what"]] = file
     families = sorted({family for family, _, _ in files})

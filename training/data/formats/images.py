@@ -24,10 +24,15 @@ _NAMED = 5  # most unreadable images in a message
 _GREY = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601), as in Pillow
 
 
+class UnreachableFileError(DataError):
+    """An image's file cannot be read at all. It is not left out: another process may read it, and divide other data."""
+
+
 def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDArray[np.uint8]:
     """Read an image as (C, H, W), uint8, converted to `shape`, or else with 1 channel if it is grey and 3 if not.
 
-    Raises DataError if it is not an image of 8 bits per channel; the message begins with `name`, by default the file's.
+    Raises DataError if it is not an image of 8 bits per channel, and UnreachableFileError if the file is missing or
+    cannot be read; the message begins with `name`, by default the file's.
     """
     name = name or str(file)
     try:
@@ -46,9 +51,13 @@ def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDA
             if shape:
                 pixels = pixels.resize((shape[2], shape[1]), Image.Resampling.BILINEAR)
             return np.asarray(pixels).reshape(pixels.height, pixels.width, channels).transpose(2, 0, 1)
-    except DataError:
+    except (DataError, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise many types
+        if isinstance(error, OSError) and error.errno is not None:  # of the system: Pillow's own have no number
+            raise UnreachableFileError(
+                f"{name}: cannot be read: {error.strerror}: check path, permissions and disk"
+            ) from error
         raise DataError(f"{name}: not a readable image ({error}): remove or replace it") from error
 
 
@@ -66,7 +75,8 @@ def read_images(
         unreadable: share of the items that may be unreadable; at least one item, unless it is 0.
 
     Raises:
-        DataError: more items are unreadable (the first ones are named), none is readable, or their sizes differ.
+        DataError: more items are unreadable (the first ones are named), none is readable, or their sizes differ; or a
+            file is missing or cannot be read.
     """
     if shape is not None and shape[0] not in (1, 3):
         raise DataError(
@@ -81,6 +91,8 @@ def read_images(
         try:
             images.append(read(item))
             positions.append(position)
+        except UnreachableFileError as error:
+            raise UnreachableFileError(f"{where}: {error}") from error
         except DataError as error:
             failures.append(str(error))
             if len(failures) > max(allowed, _NAMED):

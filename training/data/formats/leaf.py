@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tepal.training.data.checks import Arrays, checked_source
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import AnySource, Texts
-from tepal.training.data.formats.files import opened_text, suffix_of
+from tepal.training.data.formats.files import opened_text, suffix_of, without_copies
 from tepal.training.data.formats.folders import class_folders
 from tepal.training.data.formats.texts import checked_texts
 from tepal.training.data.vocabulary import CharVocabulary
@@ -37,7 +37,8 @@ def is_leaf(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if suffix_of(file) == ".json") if folder.is_dir() else []
+    """Return the JSON files in a folder, sorted; none if there is no such folder."""
+    return without_copies(file for file in folder.iterdir() if suffix_of(file) == ".json") if folder.is_dir() else []
 
 
 def read_leaf(path: Path, reading: Reading) -> AnySource:

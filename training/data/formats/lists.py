@@ -19,7 +19,7 @@ from tepal.training.data.examples import ImageArrays, Source
 from tepal.training.data.formats.files import opened_text
 from tepal.training.data.formats.images import read_listed
 from tepal.training.data.formats.tables import read_columns
-from tepal.training.data.labels import numbers_of
+from tepal.training.data.labels import name_of, numbers_of
 
 MAPPING = "client_data_mapping"
 
@@ -55,7 +55,7 @@ def read_domainnet(root: Path, reading: Reading) -> Source[ImageArrays]:
                     raise DataError(
                         f"{file}: line {number} is {path} {label}: expected <domain>/<class>/<file> <label>"
                     )
-                parts.setdefault(part, []).append(Listed(root / path, path.split("/")[-2], int(label), domain))
+                parts.setdefault(part, []).append(Listed(root / path, name_of(path.split("/")[-2]), int(label), domain))
     return _source(parts, root, reading)
 
 
@@ -78,7 +78,7 @@ def read_openimage(root: Path, reading: Reading) -> Source[ImageArrays]:
         for row, (client, path, name, label) in enumerate(zip(*table.values(), strict=True), 1):
             if not label.isdecimal():
                 raise DataError(f"{mapping}: row {row}: label_id {label!r} is not a whole number from 0 on")
-            parts[part].append(Listed(root / part / Path(path).name, name, int(label), client))
+            parts[part].append(Listed(root / part / Path(path).name, name_of(name), int(label), client))
     return _source(parts, root, reading)
 
 

@@ -15,7 +15,7 @@ from tepal.host.toml import separated
 from tepal.training.data.config import COLUMNS, DataError, Reading
 from tepal.training.data.examples import AnySource, Texts
 from tepal.training.data.formats.choices import choices_of
-from tepal.training.data.formats.files import opened_text, suffix_of
+from tepal.training.data.formats.files import opened_text, suffix_of, without_copies
 from tepal.training.data.formats.tables import (
     Column,
     Rows,
@@ -103,7 +103,7 @@ def read_named(path: Path, reading: Reading, tables: Tables) -> AnySource:
     """Read the texts or images of a table, or of a folder of tables. Raises DataError as `read_tables` does."""
     files = [path]
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if _part_of(file, tables))
+        found = without_copies(file for file in path.iterdir() if _part_of(file, tables))
         train = {suffix_of(file) for file in found if _part_of(file, tables) == "train"}
         first = next(suffix for suffix in tables.suffixes if suffix in train)
         files = [file for file in found if suffix_of(file) == first]

@@ -54,10 +54,10 @@ def checked_labelled(
     Raises DataError also for values that are no classes, and for other classes than the run's.
     """
     values = [label for part in arrays.values() for label in part[1]]
-    labels, names = labels_of(_classes_in(values, origin, reading), reading, origin)
+    labels, names = labels_of(values, reading, origin)
     classes = reading.classes or len(names) or 1 + int(labels.max(initial=0))
     check_labels(labels, classes if reading.classes or names else 0, origin)
-    _check_classes(classes, len(set(map(str, values))), names, len(labels), origin, reading)
+    _check_classes(classes, len(set(labels.tolist())), names, len(labels), origin, reading)
     parts, begin = [], 0
     for part, (inputs, own, groups) in arrays.items():
         where = f"{origin}: {part}" if part else origin
@@ -72,29 +72,6 @@ def checked_labelled(
     _check_one_shape([part.inputs for part in parts], "inputs", origin)
     _warn_of_scale(parts[0].inputs, origin, reading, columns)
     return Source(parts[0], parts[1] if len(parts) > 1 else None, classes, origin, names, columns)
-
-
-def _classes_in(values: Sequence[Any], where: str, reading: Reading) -> list[Any]:
-    """Return the values with whole numbers that are written as 1.0 replaced by 1. Raises DataError for other numbers.
-
-    Names and missing values are unchanged.
-    """
-    found: list[Any] = []
-    for row, value in enumerate(values):
-        try:
-            # Python reads 1_0 as 10.
-            name = value in reading.class_names or (isinstance(value, str) and "_" in value)
-            number = None if name or isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = None
-        if number is not None and not number.is_integer():
-            raise DataError(
-                f"{where}: row {row + 1} has {value} in column {reading.label_column} (label-column), which is no "
-                "class: write classes as whole numbers from 0 on or as names; for a regression choose model="
-                '"linear-attention" or a custom model with task="sequence-regression"'
-            )
-        found.append(value if number is None else int(number))
-    return found
 
 
 def _check_classes(

@@ -24,7 +24,7 @@ from tepal.training.data.checks import Arrays, checked_source
 from tepal.training.data.config import EVERY, DataError, Reading
 from tepal.training.data.examples import AnySource, ImageArrays, LabelledNumbers, Numbers, Source, Texts
 from tepal.training.data.formats.choices import choices_of
-from tepal.training.data.formats.files import opened_text, suffix_of
+from tepal.training.data.formats.files import opened_text, suffix_of, without_copies
 from tepal.training.data.formats.images import read_image, read_images
 from tepal.training.data.formats.numbers import checked_labelled, checked_numbers, numbers_in
 from tepal.training.data.formats.texts import checked_texts, running_text
@@ -54,6 +54,17 @@ def _part_of(file: Path) -> str:
     return next((part for part in ("train", "test") if file.name.lower().startswith(part)), "")
 
 
+def _files(folder: Path) -> list[Path]:
+    """Return the tables in a folder, sorted. Raises DataError for several formats."""
+    files = without_copies(file for file in folder.iterdir() if _part_of(file))
+    first = {suffix_of(file): file.name for file in reversed(files)}
+    if len(first) > 1:
+        raise DataError(
+            f"{folder}: has tables in several formats, {' and '.join(sorted(first.values()))}: keep those of one format"
+        )
+    return files
+
+
 def read_tables(path: Path, reading: Reading) -> AnySource:
     """Read a table, or a folder of tables: numbers for a model that takes them, texts with `text-column`, else images.
 
@@ -61,7 +72,7 @@ def read_tables(path: Path, reading: Reading) -> AnySource:
         DataError: a column is missing, a label is not one of the run's classes, or too many images cannot be read.
     """
     if reading.feature_columns == EVERY:
-        first = next(file for file in sorted(path.iterdir()) if _part_of(file)) if path.is_dir() else path
+        first = _files(path)[0] if path.is_dir() else path
         present = columns_in(first)
         if not present:
             read_columns(first, separated(reading.label_column))  # raises what is wrong with the file
@@ -247,17 +258,16 @@ def read_parts(path: Path, reading: Reading) -> dict[str, Rows]:
     """Read the rows of a table or a folder of tables: {"": all}, or {"train": …, "test": …} if there is a test set.
 
     Raises:
-        DataError: a file cannot be read, or a column is missing.
+        DataError: a file cannot be read, a column is missing, or a folder has tables in several formats.
     """
     columns = needed_columns(reading)
     if not path.is_dir():
         table = read_columns(path, columns)
         return by_split(table, path, reading.split_column) if reading.split_column else {"": table}
     tables: dict[str, dict[str, Column]] = {}
-    files = [(part, file) for file in sorted(path.iterdir()) if (part := _part_of(file))]
-    for part, file in sorted(files, key=lambda one: one[0], reverse=True):  # train, then test
+    for file in sorted(_files(path), key=_part_of, reverse=True):  # train, then test
         for name, values in read_columns(file, columns).items():
-            tables.setdefault(part, {}).setdefault(name, []).extend(values)
+            tables.setdefault(_part_of(file), {}).setdefault(name, []).extend(values)
     return dict(tables) if len(tables) > 1 else {"": tables["train"]}
 
 
@@ -293,6 +303,11 @@ def _csv(file: Path, columns: Sequence[str]) -> dict[str, Column]:
         try:
             check_columns(file, columns, rows.fieldnames or ())
             for row in rows:
+                if any(map(str.strip, row.get(None, ()))):  # type: ignore[call-overload]
+                    raise DataError(
+                        f"{file}: line {rows.line_num} has more values than the header: quote cells that have "
+                        f"{'commas' if SEPARATORS[kind] == ',' else 'tabs'}"
+                    )
                 for name in columns:
                     if row[name] is None:
                         raise DataError(

@@ -11,6 +11,7 @@ from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.training.data import DataConfig, DataError, load_client_texts
+from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.inputs import InputConfig, client_inputs, held_out_inputs, sizes
 from tepal.training.data.tokens import CHOICE, CONTEXT
 from tests.lines import read_lines
@@ -56,6 +57,18 @@ def test_the_right_choice_may_be_told_in_several_ways(tmp_path, answers):
         {"question": q, "choices": c, "answer": a} for q, c, a in zip(QUESTIONS, CHOICES, answers, strict=True)
     ]
     assert read(lines(tmp_path / "qa.jsonl", rows)) == EXPECTED
+
+
+def test_texts_that_are_numbers_are_no_positions():
+    choices = [["2", "3", "4", "5"], ["10", "20", "1", "0"]]
+    assert choices_of([choices], ["3", "20"], "t")[1].tolist() == [1, 1]
+    assert choices_of([choices], [3, 1], "t")[1].tolist() == [3, 1], "numbers are positions"
+    assert choices_of([choices], ["3", "2"], "t")[1].tolist() == [3, 2], "2 is no choice of the second row"
+    assert choices_of([[["0", "1"]]], ["1"], "t")[1].tolist() == [1], "both are the same"
+    with pytest.raises(DataError, match=r"^t: row 2: the answer '0' is a position .*: write .* as letters"):
+        choices_of([[["2", "1"], ["1", "0"]]], ["1", "0"], "t")
+    own = [{"text": ["3", "1", "2"], "label": ["1", "2", "3"]}, ["7", "8"]]
+    assert choices_of([own], ["1", "8"], "t")[1].tolist() == [0, 1], "the choices' own labels come first"
 
 
 def test_choices_may_have_labels_of_their_own(tmp_path):

@@ -1,6 +1,7 @@
 """Images in the formats of data sets: files written here byte by byte, and what is said of those in disorder."""
 
 import csv
+import errno
 import gzip
 import io
 import json
@@ -8,6 +9,7 @@ import lzma
 import os
 import pickle
 import struct
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +87,17 @@ def test_without_t10k_a_client_divides_what_it_has(tmp_path: Path) -> None:
     write_idx(tmp_path, pixels(10, 3, 3), np.arange(10))
     client = own(tmp_path)
     assert (len(client.train), len(client.test)) == (8, 2)
+
+
+def test_folders_with_the_names_of_idx_files_are_no_idx_files(tmp_path: Path) -> None:
+    """As in Kaggle's archive of MNIST, which has each file twice: with a dot in its name, and in a folder."""
+    images = pixels(4, 3, 3)
+    write_idx(tmp_path, images, np.arange(4))
+    for what, kind in (("images", "idx3"), ("labels", "idx1")):
+        inner = tmp_path / f"train-{what}-{kind}-ubyte"
+        inner.rename(tmp_path / f"train-{what}.{kind}-ubyte")
+        inner.mkdir()
+    assert np.array_equal(read(tmp_path).train.images[:, 0], images)
 
 
 def test_emnists_images_are_turned_and_its_letters_count_from_0(tmp_path: Path) -> None:
@@ -272,6 +285,96 @@ def test_folders_train_and_test_are_no_groups(tmp_path: Path) -> None:
     source = read(tmp_path)
     assert source.train.labels.tolist() == [0, 1] and source.train.groups is None and not source.train.images.any()
     assert source.test is not None and (source.test.images == 100).all()
+
+
+@pytest.mark.parametrize("validation", ["", "val", "Valid", "validation"])
+def test_upper_case_is_the_same_and_a_validation_set_is_training_data(
+    tmp_path: Path, validation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for part, colour in {"Train": 0, "TEST": 100, **({validation: 50} if validation else {})}.items():
+        for name in ("cat", "dog"):
+            paint(tmp_path / part / name / "0.png", colour)
+    with caplog.at_level("WARNING", "flwr"):
+        source = read(tmp_path)
+    assert source.train.images[:, 0, 0, 0].tolist() == [0, 0, *([50] * 2 if validation else [])]
+    assert source.train.groups is None and source.test is not None and (source.test.images == 100).all()
+    said = f"the images in {validation} are used for training, like those in Train"
+    assert [said in one.getMessage() for one in caplog.records] == [True] * bool(validation)
+
+
+def test_a_training_and_a_validation_set_are_no_groups(tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        paint(tmp_path / part / "cat" / "0.png", 1)
+    source = read(tmp_path)
+    assert len(source.train) == 2 and source.train.groups is None and source.test is None
+
+
+def test_without_train_other_folders_are_groups_and_beside_train_and_test_refused(tmp_path: Path) -> None:
+    for part in ("val", "test", "photo"):
+        paint(tmp_path / part / "cat" / "0.png", 1)
+    source = read(tmp_path)
+    assert source.train.groups is not None and source.train.groups.tolist() == ["photo", "test", "val"]
+    paint(tmp_path / "train" / "cat" / "0.png", 1)
+    with pytest.raises(DataError, match=f"{tmp_path}: has the folder photo beside train and test.*move it away"):
+        read(tmp_path)
+
+
+def test_numbered_folders_have_the_labels_of_a_table_with_these_numbers(tmp_path: Path) -> None:
+    for label in range(12):
+        paint(tmp_path / "f" / str(label) / "0.png", label)
+    table = [{"image": f"f/{n}/0.png", "label": form} for n in range(12) for form in (n, float(n))]
+    for form in (".csv", ".jsonl"):  # in a .csv file "0", "0.0", …, as pandas writes them
+        write_table(tmp_path / f"t{form}", table)
+        by_row = read(tmp_path / f"t{form}", classes=12).train
+        assert np.array_equal(by_row.images[:, 0, 0, 0], by_row.labels) and len(by_row) == 24
+    source = read(tmp_path / "f")
+    assert np.array_equal(source.train.images[:, 0, 0, 0], source.train.labels)
+    assert source.class_names == tuple(map(str, range(12)))
+    for label in (0, 3):
+        (tmp_path / "f" / str(label) / "0.png").unlink()
+        (tmp_path / "f" / str(label)).rmdir()
+    assert read(tmp_path / "f").class_names == ("1", "2", *map(str, range(4, 12)))
+
+
+def test_a_class_is_the_same_however_its_letters_are_composed(tmp_path: Path) -> None:
+    names = ("Zitrone", "Äpfel", "Birne")
+    for form in ("NFC", "NFD"):  # macOS writes the latter
+        for colour, name in enumerate(names):
+            paint(tmp_path / form / unicodedata.normalize(form, name) / "0.png", colour)
+        source = read(tmp_path / form)
+        assert source.class_names == ("Birne", "Zitrone", "Äpfel")
+        assert sorted(zip(source.train.labels.tolist(), source.train.images[:, 0, 0, 0], strict=True)) == [
+            (0, 2), (1, 0), (2, 1)
+        ]  # fmt: skip
+        asked = {"class-names": unicodedata.normalize("NFD" if form == "NFC" else "NFC", ",".join(names))}
+        assert np.array_equal((named := read(tmp_path / form, **asked)).train.images[:, 0, 0, 0], named.train.labels)
+    rows = [{"image": f"NFC/{name}/0.png", "label": unicodedata.normalize("NFD", name)} for name in names]
+    write_table(tmp_path / "t.csv", rows)
+    assert read(tmp_path / "t.csv").class_names == ("Birne", "Zitrone", "Äpfel")
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.EIO, "Input/output error"), OSError(errno.EMFILE, "Too many files")])
+def test_an_image_that_the_system_cannot_read_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: OSError
+) -> None:
+    for number in range(4):
+        paint(tmp_path / "cat" / f"{number}.png", number)
+    whole = Image.open
+    failing: list[Exception] = [fault]
+
+    def opened(file: Path) -> Image.Image:
+        if file.name == "2.png":
+            raise failing[0]
+        return whole(file)
+
+    monkeypatch.setattr(Image, "open", opened)
+    with pytest.raises(DataError, match=r"cat/2\.png: cannot be read: .*: check path, permissions and disk$"):
+        read(tmp_path)
+    failing[0] = MemoryError()
+    with pytest.raises(MemoryError):
+        read(tmp_path)
+    failing[0] = OSError("image file is truncated")  # Pillow's own
+    assert len(read(tmp_path).train) == 3
 
 
 def test_class_names_fix_the_labels_of_sites_with_different_folders(tmp_path: Path) -> None:
@@ -485,7 +588,7 @@ def test_a_split_column_makes_the_test_set(tmp_path: Path) -> None:
         ("image,label\n0.png,cat\n0.png,dog\n", "2 names in column label .cat, dog., but the run has 3 classes"),
         (
             "image,label\nnone.png,1\nnone.png,1\n",
-            "2 of 2 images cannot be read, and 1 may be.*row 1 .none.png.: not a",
+            "row 1 .none.png.: cannot be read: .*No such file or directory.*: check path, permissions and disk",
         ),
         (b"image,label\n\xff\xfe,1\n", "not UTF-8 text"),
     ],

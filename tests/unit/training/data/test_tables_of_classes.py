@@ -242,6 +242,15 @@ def test_a_text_that_python_reads_as_a_number_is_a_name(tmp_path: Path) -> None:
     assert (source.class_names, source.classes) == (("1_0", "2_0", "x"), 3)
 
 
+def test_with_a_number_among_class_names_another_number_is_no_position(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.csv", ["a", "kind"], [[n / 2, [1.0, 2.0, 3.0][n % 3]] for n in range(12)])
+    config = config_of(file, **{"feature-columns": "a", "label-column": "kind", "class-names": "1,2,3"})
+    source = sources.named_source(config, LabelledNumbers)
+    assert source.train.labels.tolist() == [n % 3 for n in range(12)]  # type: ignore[union-attr]
+    with pytest.raises(DataError, match=r"names in column kind 3 are not in the run's class-names \(1, 2, 4\)"):
+        sources.named_source(config.model_copy(update={"class_names": "1,2,4"}), LabelledNumbers)
+
+
 @pytest.mark.parametrize("classes", [np.arange(40) % 2, np.array(["a", "b"])[np.arange(40) % 2], np.arange(40.0) % 2])
 def test_arrays_have_classes_too(tmp_path: Path, classes: np.ndarray) -> None:
     inputs = np.random.default_rng(0).normal(size=(40, 3))

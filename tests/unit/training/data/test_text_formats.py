@@ -102,6 +102,71 @@ def test_a_table_of_texts(tmp_path: Path, form: str) -> None:
     assert ordered.train.labels is not None and ordered.train.labels.tolist() == [0, 3, 2] and ordered.classes == 4
 
 
+def labels_in(file: Path, values: list[object], **config: object) -> tuple[list[int], tuple[str, ...]]:
+    source = read(json_lines(file, [{"text": "a", "label": value} for value in values]), **{"text-column": "text"},
+                  **config)  # fmt: skip
+    assert source.train.labels is not None  # type: ignore[union-attr]
+    return source.train.labels.tolist(), source.class_names  # type: ignore[union-attr]
+
+
+def test_whole_numbers_are_labels_in_each_form_and_other_texts_are_names(tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    assert labels_in(file, ["0.0", "1.0", "10.0", "2.0"]) == ([0, 1, 10, 2], ())
+    assert labels_in(file, ["01", " 1", 1.0, "1"]) == ([1, 1, 1, 1], ())
+    assert labels_in(file, ["4.5", "nan", "007"]) == ([1, 2, 0], ("007", "4.5", "nan"))
+    assert labels_in(file, [True, False]) == ([1, 0], ("False", "True"))
+    ids = ["1234567890123456781", "1234567890123456782"]
+    assert labels_in(file, list(ids)) == ([0, 1], tuple(ids))
+
+
+def test_with_a_number_among_class_names_all_values_are_names(tmp_path: Path) -> None:
+    file, names = tmp_path / "t.jsonl", {"class-names": "1,2,3"}
+    assert labels_in(file, [1, "2", 3.0], **names) == ([0, 1, 2], ("1", "2", "3"))
+    with pytest.raises(DataError, match=r"names in column label 0 are not in the run's class-names \(1, 2, 3\)"):
+        labels_in(file, [1, 2, 0], **names)
+    with pytest.raises(DataError, match=r"names in column label 0, 2 are not in the run's class-names \(1.0, other\)"):
+        labels_in(file, [2, 0], **{"class-names": "1.0,other"})
+    assert labels_in(file, [1, 0], **{"class-names": "no,yes"}) == ([1, 0], ())
+
+
+def test_a_compressed_copy_beside_a_file_is_not_read(tmp_path: Path) -> None:
+    def both(file: Path, content: bytes, older: bytes) -> None:
+        file.write_bytes(content)
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(older))
+        file.with_name(f"{file.name}.xz").write_bytes(lzma.compress(older))
+
+    (tmp_path / "t").mkdir()
+    both(tmp_path / "t" / "train.csv", b"text,label\nnew,0\n", b"text,label\nold,0\n")
+    for config in ({}, {"dataset": "20newsgroups", "dataset-path": str(tmp_path / "t")}):
+        source = read(tmp_path / "t", **{"text-column": "text", **config})
+        assert isinstance(source.train, data.Texts) and source.train.texts == ("new",)
+    (tmp_path / "t" / "train.csv").unlink()
+    assert len(read(tmp_path / "t", **{"text-column": "text"}).train) == 1  # .gz before .xz
+    (tmp_path / "leaf").mkdir()
+    file = leaf(tmp_path / "leaf" / "a.json", {"u": (["new"], [1])})
+    both(file, file.read_bytes(), file.read_bytes().replace(b"new", b"old"))
+    source = read(tmp_path / "leaf")
+    assert isinstance(source.train, data.Texts) and source.train.texts == ("new",)
+
+
+def test_tables_in_a_folder_have_one_format(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\na,0\n")
+    json_lines(tmp_path / "train.jsonl", [{"text": "a", "label": 0}])
+    with pytest.raises(DataError, match=r"several formats, train.csv and train.jsonl: keep those of one format"):
+        read(tmp_path, **{"text-column": "text"})
+
+
+def test_a_row_with_more_values_than_the_header_is_refused(tmp_path: Path) -> None:
+    for form, comma, what in ((".csv", ",", "commas"), (".tsv", "\t", "tabs")):
+        file = tmp_path / f"t{form}"
+        lines = ["text,label", "good,1,,", "well, not bad,1"]
+        file.write_text("\n".join(lines[:2]).replace(",", comma))
+        assert len(read(file, **{"text-column": "text"}).train) == 1  # empty cells at the end
+        file.write_text("\n".join(lines).replace(",", comma))
+        with pytest.raises(DataError, match=f"line 3 has more values than the header: quote cells that have {what}"):
+            read(file, **{"text-column": "text"})
+
+
 def test_a_client_divides_its_own_texts_and_keeps_what_belongs_together(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"a": f"text {n}", "b": f"second {n}", "label": n % 3} for n in range(20)]
     client = own(
