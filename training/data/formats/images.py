@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from functools import partial
 from io import BytesIO
@@ -31,8 +32,8 @@ class UnreachableFileError(DataError):
 def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDArray[np.uint8]:
     """Read an image as (C, H, W), uint8, converted to `shape`, or else with 1 channel if it is grey and 3 if not.
 
-    Raises DataError if it is not an image of 8 bits per channel, and UnreachableFileError if the file is missing or
-    cannot be read; the message begins with `name`, by default the file's.
+    Raises DataError if it is missing or not an image of 8 bits per channel, and UnreachableFileError if the file cannot
+    be read; the message begins with `name`, by default the file's.
     """
     name = name or str(file)
     try:
@@ -54,7 +55,8 @@ def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDA
     except (DataError, MemoryError):
         raise
     except Exception as error:  # Pillow's decoders raise many types
-        if isinstance(error, OSError) and error.errno is not None:  # of the system: Pillow's own have no number
+        # Of the system: Pillow's own have no number. A file that is missing is missing for all processes.
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
             raise UnreachableFileError(
                 f"{name}: cannot be read: {error.strerror}: check path, permissions and disk"
             ) from error
@@ -76,7 +78,7 @@ def read_images(
 
     Raises:
         DataError: more items are unreadable (the first ones are named), none is readable, or their sizes differ; or a
-            file is missing or cannot be read.
+            file cannot be read.
     """
     if shape is not None and shape[0] not in (1, 3):
         raise DataError(

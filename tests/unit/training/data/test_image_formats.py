@@ -588,7 +588,7 @@ def test_a_split_column_makes_the_test_set(tmp_path: Path) -> None:
         ("image,label\n0.png,cat\n0.png,dog\n", "2 names in column label .cat, dog., but the run has 3 classes"),
         (
             "image,label\nnone.png,1\nnone.png,1\n",
-            "row 1 .none.png.: cannot be read: .*No such file or directory.*: check path, permissions and disk",
+            "2 of 2 images cannot be read, and 1 may be.*row 1 .none.png.: not a",
         ),
         (b"image,label\n\xff\xfe,1\n", "not UTF-8 text"),
     ],
