@@ -12,7 +12,6 @@ from tepal.models.blocks.errors import BlocksError, few
 from tepal.models.blocks.modules import integer, is_a, join, nearest
 from tepal.models.blocks.rules import Rule, rule_of
 
-
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
 
