@@ -1,8 +1,9 @@
 """The registered models, each with the configuration its library needs to build it. No model library is imported here.
 
 To add a model of transformers, copy the keys of its config.json on the hub that differ from the defaults of the
-library's configuration, and vocab_size and pad_token_id, with which a tokenizer is compared. To add one of torchvision,
-add the arguments that set its size. The image size and the number of classes are given when a model is built.
+library's configuration, and vocab_size, pad_token_id and max_position_embeddings, with which a tokenizer and
+text-length are compared. To add one of torchvision, add the arguments that set its size. The image size and the number
+of classes are given when a model is built.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def _sizes(width: int, heads: int, mlp: int, blocks: int = 12) -> dict[str, int]
     }
 
 
-_BERT = {"vocab_size": 30522, "pad_token_id": 0}
+_BERT = {"vocab_size": 30522, "max_position_embeddings": 512, "pad_token_id": 0}
 _ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5, "pad_token_id": 1}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -121,6 +122,7 @@ MODELS: Mapping[str, Model] = {
         decoder_ffn_dim=3072,
         attention_dropout=0.1,
         activation_dropout=0.1,
+        max_position_embeddings=1024,
         pad_token_id=1,
     ),
     "google/electra-small-discriminator": _transformers(TEXTS, "electra", **_BERT),

@@ -12,6 +12,9 @@ from tepal.models.blocks.errors import BlocksError, few
 from tepal.models.blocks.modules import integer, is_a, join, nearest
 from tepal.models.blocks.rules import Rule, rule_of
 
+_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
+_KV_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads")
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -78,6 +81,28 @@ def rows_of(attention: Attention) -> dict[str, int]:
     hidden, heads = integer(config, "hidden_size", "n_embd"), integer(config, "num_attention_heads", "n_head")
     if hidden and heads:
         size = integer(config, "head_dim", "d_kv") or hidden // heads
-        return {"q": heads * size} | dict.fromkeys("kv", size * (integer(config, "num_key_value_heads") or heads))
+        shared = integer(config, "num_key_value_heads") or integer(module, *_KV_HEADS) or heads
+        return {"q": heads * size} | dict.fromkeys("kv", size * shared)
     heads, size = integer(module, "num_heads"), integer(module, "head_dim")
     return {"q": heads * size} if heads and size else {}
+
+
+def heads_of(module: nn.Module) -> tuple[int, int]:
+    """Return the numbers of query heads and of key-value heads that a module's attributes give; 0 if they do not."""
+    return integer(module, *_HEADS), integer(module, *_KV_HEADS)
+
+
+def fused_rows(attention: Attention, roles: str, length: int) -> dict[str, int]:
+    """Return role → rows of a fused projection with `length` rows; empty if neither configuration nor module says.
+
+    A module that gives the number of its key-value heads has grouped-query attention: k and v are smaller than q.
+    """
+    rows = rows_of(attention)
+    if all(role in rows for role in roles):
+        return {role: rows[role] for role in roles}
+    heads, shared = heads_of(attention.module)
+    if not heads or not shared:
+        return {}
+    count = {"q": heads, "k": shared, "v": shared}
+    size = integer(attention.module, "head_dim") or length // sum(count[role] for role in roles)
+    return {role: count[role] * size for role in roles}

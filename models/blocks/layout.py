@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tepal.exchange.layout import Entry, Layout, RawTensor
-from tepal.models.blocks.attention import Attention, find_attentions, raw_of, rows_of
+from tepal.models.blocks.attention import Attention, find_attentions, fused_rows, heads_of, raw_of
 from tepal.models.blocks.errors import BlocksError, few, name_of
 from tepal.models.blocks.modules import below
 
@@ -99,14 +99,17 @@ def _owners(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _sizes(model: nn.Module, attention: Attention, name: str, roles: str, length: int) -> tuple[int, ...]:
-    rows = rows_of(attention)
-    known = all(role in rows for role in roles)
-    sizes = tuple(rows[role] if known else length // len(roles) for role in roles)
+    rows = fused_rows(attention, roles, length)
+    sizes = tuple(rows[role] if rows else length // len(roles) for role in roles)
     if sum(sizes) != length:
-        raise BlocksError(
-            f"{name_of(model)}: {name} has {', '.join(roles)} in {length} rows; expected "
-            f"{' + '.join(map(str, sizes)) if known else f'a multiple of {len(roles)}'}"
-        )
+        heads, shared = heads_of(attention.module)
+        expected = " + ".join(map(str, sizes)) if rows else f"a multiple of {len(roles)}"
+        if heads and shared:
+            expected += (
+                f", because its module has {heads} heads and {shared} for keys and values: set the module's num_heads, "
+                "num_kv_heads and head_dim to those of the projection"
+            )
+        raise BlocksError(f"{name_of(model)}: {name} has {', '.join(roles)} in {length} rows; expected {expected}")
     return sizes
 
 

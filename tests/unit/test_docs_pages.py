@@ -30,6 +30,7 @@ from tepal.strategies import FedFrozen, MethodError, MethodStrategy
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.cli.main import main
 from tepal.tools.init import TEMPLATE, write_app
+from tepal.training.data.tokens import load_tokenizer
 from tepal.training.prediction import EnsembleScore
 from tests.packages import ROOT
 
@@ -212,6 +213,10 @@ def test_a_new_text_model_with_a_tokenizer_of_its_own_is_trained_from_another_fo
     Path("texts.txt").write_text("\n".join(text for text, _ in rows))
     Path("reviews.tsv").write_text("text\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in rows))
     exec(files_of("data.md")["new_bert.py"], {})
+    tokens = load_tokenizer(str(tmp_path / "my-bert"))
+    row = tokens.texts(["nzuri sana"], 16)[0]
+    named = tokens._tokenizer.convert_ids_to_tokens(row[row != tokens.padding].tolist())
+    assert (named[0], named[-1]) == ("[CLS]", "[SEP]") and len(named) > 2
     (command,) = re.findall(r"^tepal (simulate .*my-bert.*)$", (DOCS / "data.md").read_text(), re.MULTILINE)
     done = CliRunner().invoke(main, [*shlex.split(command), "-c", "num-server-rounds=3 strategy='fedavg'"])
     assert done.exit_code == 0, done.output

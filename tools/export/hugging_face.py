@@ -126,7 +126,7 @@ def _configure(delivered: Delivered, config: Any) -> None:
 
 
 def _write_processor(delivered: Delivered, folder: Path) -> bool:
-    """Write an image processor if it makes the same inputs from an image file as `tepal predict`; return whether."""
+    """Write an image processor if it makes the same inputs from an RGB image as `tepal predict`; return whether."""
     info, by = delivered.predictor.info, delivered.predictor.config.normalise
     if not isinstance(info, DatasetInfo) or info.shape[0] != 3:
         return False  # a processor of transformers does not convert colour images to grey

@@ -34,7 +34,7 @@ from transformers import {loads_with}, AutoImageProcessor
 
 processor = AutoImageProcessor.from_pretrained("{folder}")
 model = {loads_with}.from_pretrained("{folder}").eval()
-batch = processor(Image.open("image.png"), return_tensors="pt")
+batch = processor(Image.open("image.png").convert("RGB"), return_tensors="pt")
 print(model.config.id2label[int(model(**batch).logits.argmax())])"""
 _ONLY_MODEL = """from transformers import {loads_with}
 
@@ -95,7 +95,10 @@ def _inputs(delivered: Delivered, has_processor: bool) -> str:
             mean, std = statistics(config.normalise)
             scaled += f", then normalised with mean {_numbers(mean)} and standard deviation {_numbers(std)}"
         if has_processor:
-            return f"The image processor makes the inputs of training: {scaled}."
+            return (
+                f"The image processor makes the inputs of training: {scaled}. Convert images to RGB before, as above, "
+                "which drops transparency as in training; the processor may put a colour behind it."
+            )
         images = "grey" if channels == 1 else "colour" if channels == 3 else f"of {channels} channels"
         return (
             f"The folder has no image processor, because none of transformers makes the inputs of training: images "

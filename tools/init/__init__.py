@@ -27,10 +27,10 @@ def write_app(folder: Path) -> list[Path]:
     package = name.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or keyword.iskeyword(package):
         raise ValueError(f"{name!r} cannot be the name of a Python package: use letters, digits, - and _")
-    if package in sys.stdlib_module_names or importlib.util.find_spec(package):
-        raise ValueError(f"{name!r}: there is a Python package {package!r} already: choose another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder: choose another name")
+    if package in sys.stdlib_module_names or _is_elsewhere(package, folder):
+        raise ValueError(f"{name!r}: there is a Python package {package!r} already: choose another name")
     written = []
     for template in sorted(path for path in TEMPLATE.iterdir() if path.suffix in (".py", ".toml")):
         target = folder / (package if template.suffix == ".py" else "") / template.name
@@ -42,3 +42,9 @@ def write_app(folder: Path) -> list[Path]:
     # Under another name in the template, where it would be that folder's own.
     shutil.copyfile(TEMPLATE / "gitignore", folder / ".gitignore")
     return written
+
+
+def _is_elsewhere(package: str, folder: Path) -> bool:
+    """Return whether a package is found that is not `folder`: in the working directory an empty one is a package."""
+    found = importlib.util.find_spec(package)
+    return found is not None and [*map(Path, found.submodule_search_locations or ())] != [folder.absolute()]

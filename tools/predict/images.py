@@ -79,5 +79,5 @@ def _read_images(files: Sequence[Path], info: DatasetInfo) -> _Examples:
 def _read_npz(file: Path, info: DatasetInfo) -> _Examples:
     images, labels, names = npz_examples(file, "images")
     known = np.zeros(images.shape[0] if images.ndim else 1, np.int64) if labels is None else labels
-    arrays = checked_arrays(images, known, f"{file}: {names}", info.shape, info.classes)
+    arrays = checked_arrays(images, known, f"{file}: {names}", info.shape, info.classes, resize=True)
     return [(file, index) for index in range(len(arrays.labels))], arrays, labels is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def _read(file: Path, config: InputConfig) -> tuple[Sequence[int], Texts, bool]:
             f"{file}: the model takes {what}, and plain text has none: give a table ({', '.join(TABLE_SUFFIXES)})"
         )
     with opened_text(file) as content:
-        lines = [(index, line) for index, line in enumerate(content.read().splitlines()) if line.strip()]
+        lines = [(index, line) for index, line in enumerate(re.split(r"\r\n?|\n", content.read())) if line.strip()]
     if not lines:
         raise DataError(f"{file}: no text; each line that is not empty is an example")
     return [index for index, _ in lines], Texts(tuple(line for _, line in lines), None), False

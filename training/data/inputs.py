@@ -235,7 +235,7 @@ def _vocabulary(config: InputConfig) -> CharVocabulary:
 
 
 def tokens_of(config: InputConfig) -> Tokens:
-    """Return the tokenizer. Raises TokenizerError if it does not match the model's configuration."""
+    """Return the tokenizer. Raises TokenizerError if it, or `text-length`, does not fit the model's configuration."""
     tokens, model = load_tokenizer(config.tokenizer or config.model), models.find(config.model).config
     if (known := model.get("vocab_size")) is not None and tokens.vocabulary > known:
         raise TokenizerError(
@@ -247,7 +247,31 @@ def tokens_of(config: InputConfig) -> Tokens:
             f"tokenizer={tokens.name!r} pads with token {tokens.padding}, but model={config.model!r} uses "
             f"{padding} for padding: set tokenizer to the model's own"
         )
+    most, length = _positions(model), config.text_length or TOKENS
+    if most and length > most:
+        raise TokenizerError(
+            f"text-length={config.text_length}{'' if config.text_length else f', which is {length},'} is more than the "
+            f"{most:,} tokens for which model={config.model!r} has positions: set text-length to {most} or less"
+        )
     return tokens
+
+
+_FROM_PADDING = (
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Families of transformers whose first position has the number after that of the padding token."""
+
+
+def _positions(model: Mapping[str, Any]) -> int:
+    """Return the most tokens of a text, by the configuration of a model of transformers; 0 if it sets no limit."""
+    family = model.get("model_type")
+    if not model.get("position_biased_input", True):
+        return 0  # DeBERTa with relative positions alone
+    most = model.get("n_positions" if family == "gpt2" else "max_position_embeddings")
+    if not isinstance(most, int) or most < 1:
+        return 0
+    return most - ((model.get("pad_token_id", 1) or 0) + 1 if family in _FROM_PADDING else 0)
 
 
 def _sizes_of_texts(classes: int, config: InputConfig) -> dict[str, Any]:

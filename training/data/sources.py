@@ -98,7 +98,7 @@ def path_source(text: str, reading: Reading, stamped: str = "") -> AnySource:
     """
     path = Path(text).expanduser().absolute()
     try:
-        return load_path(path, stamped or stamp(path), reading)
+        return load_path(path, reading).at(stamped or stamp(path))
     except _Changed as changed:
         if stamped:
             raise
@@ -114,6 +114,7 @@ def path_source(text: str, reading: Reading, stamped: str = "") -> AnySource:
 def stamp(path: Path) -> str:
     """Return a digest of names, times and sizes at and below a path, which changes with the files. Raises OSError.
 
+    The images that a single table names are elsewhere, and are not part of it.
     With more than 20,000 files only the folders' times are used, which change when a file is added or removed but not
     when one is overwritten: reading all times would take more than a second.
     """
@@ -153,16 +154,32 @@ class _Changed(DataError):
         self.source = source
 
 
-@lru_cache(maxsize=16)
-def load_path(path: Path, stamped: str, reading: Reading) -> AnySource:
-    """Read a path; cached for the process under path and `stamp`, so that changed files are read again.
+class _LastRead:
+    """The files at a path, of which it keeps those that were read last: earlier ones would fill the memory."""
 
-    Raises DataError if the files have another stamp after they were read.
-    """
-    source = _read_path(path, reading)
-    if stamp(path) != stamped:
-        raise _Changed(path, source)
-    return source
+    def __init__(self, path: Path, reading: Reading) -> None:
+        self._path, self._reading = path, reading
+        self._kept: tuple[str, AnySource] | None = None  # `stamp` and source
+
+    def at(self, stamped: str) -> AnySource:
+        """Read the files if it does not keep them with this `stamp`, so that changed files are read again.
+
+        Raises DataError if the files have another stamp after they were read.
+        """
+        kept = self._kept
+        if kept and kept[0] == stamped:
+            return kept[1]
+        source = _read_path(self._path, self._reading)
+        if stamp(self._path) != stamped:
+            raise _Changed(self._path, source)
+        self._kept = stamped, source
+        return source
+
+
+@lru_cache(maxsize=16)
+def load_path(path: Path, reading: Reading) -> _LastRead:
+    """Return what reads a path and keeps it for the process; nothing is read yet."""
+    return _LastRead(path, reading)
 
 
 def _read_path(path: Path, reading: Reading) -> AnySource:

@@ -78,6 +78,32 @@ def test_a_fused_and_a_split_model_of_one_seed_are_the_same_function():
         assert torch.equal(tensor, canonical_state(split)[raw.replace("qkv", roles[role]) if role else name]), name
 
 
+class Grouped(nn.Module):
+    def __init__(self, rows: int, declared: dict[str, int]) -> None:
+        super().__init__()
+        vars(self).update(declared)
+        self.qkv = nn.Linear(64, rows)
+
+
+@pytest.mark.parametrize("more", [{"num_heads": 4}, {"n_head": 4}, {"num_heads": 4, "head_dim": 16}])
+@pytest.mark.parametrize("shared", ["num_kv_heads", "n_kv_heads", "num_key_value_heads"])
+def test_fewer_heads_of_keys_and_values_have_fewer_rows(more, shared):
+    layout = layout_of(Grouped(96, {**more, shared: 1}))
+    assert [entry.shape for entry in layout.entries[:3]] == [(64, 64), (16, 64), (16, 64)]
+    assert [entry.shape for entry in layout.entries[3:]] == [(64,), (16,), (16,)]
+
+
+@pytest.mark.parametrize("declared", [{}, {"num_heads": 4}, {"num_heads": 4, "num_kv_heads": 4}, {"num_kv_heads": 1}])
+def test_a_fused_projection_is_thirds_if_its_module_does_not_say_otherwise(declared):
+    assert {entry.shape[0] for entry in layout_of(Grouped(192, declared)).entries} == {64}
+
+
+@pytest.mark.parametrize(("rows", "size"), [(97, {}), (96, {"head_dim": 32})])
+def test_rows_that_do_not_fit_the_heads_are_refused(rows, size):
+    with pytest.raises(BlocksError, match=r"in 9[67] rows.* 4 heads and 1 for .*num_heads, num_kv_heads and"):
+        layout_of(Grouped(rows, {"num_heads": 4, "num_kv_heads": 1, **size}))
+
+
 # --- shared tensors --------------------------------------------------------------------------------------------------
 
 

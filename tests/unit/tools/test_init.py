@@ -64,6 +64,7 @@ def test_a_name_that_would_not_work_is_refused_and_nothing_is_written(tmp_path, 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_empty_folder_is_taken(tmp_path):
+def test_an_empty_folder_is_taken_also_where_python_looks_for_packages(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "ward").mkdir()
     assert init(tmp_path / "ward").exit_code == 0

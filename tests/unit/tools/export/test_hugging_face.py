@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from tepal.tools.cli.main import main
 from tepal.tools.export.delivered import ExportError, load_delivered
 from tepal.tools.export.hugging_face import export_folder
+from tepal.training.data import read_image
 from tests.unit.tools.export.runs import BERT, LLAMA, VIT, custom_model, delivered, model_folder
 from tests.unit.training.data.word_tokenizer import ids
 
@@ -99,6 +100,20 @@ def test_an_image_classifier_is_loaded_with_a_processor_that_makes_the_inputs_of
     np.testing.assert_allclose(values["pixel_values"], expected, atol=0.03)  # torchvision's filter rounds differently
     with torch.no_grad():
         torch.testing.assert_close(found(values["pixel_values"]).logits, model(values["pixel_values"]))
+
+
+def test_the_code_of_the_model_card_makes_the_inputs_of_training_from_a_transparent_image(tmp_path, monkeypatch):
+    config = {**COLOURS, "normalise": "0.5/0.5"}
+    run, _ = delivered(tmp_path, model_folder(tmp_path, VIT), {"image_shape": (3, 8, 8), "classes": 3}, **config)
+    export_folder(load_delivered(run), tmp_path / "out")
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 4), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
+    card, names = (tmp_path / "out" / "README.md").read_text(), {}
+    exec(card.split("```python\n")[1].split("```")[0], names)
+    expected = (read_image(tmp_path / "image.png", (3, 8, 8)) / 255 - 0.5) / 0.5
+    np.testing.assert_allclose(names["batch"]["pixel_values"][0], expected, atol=1e-5)
+    assert "Convert images to RGB before" in card
 
 
 def test_grey_images_have_no_processor_and_the_card_says_what_the_inputs_are(tmp_path):

@@ -127,6 +127,14 @@ def test_lines_without_text_are_passed_over_and_a_folder_is_all_its_files(tmp_pa
     assert [(row.file.name, row.index) for row in rows] == [("a.csv", 0), ("b.txt", 0), ("b.txt", 3)]
 
 
+def test_lines_end_at_newlines_alone(tmp_path, bert):
+    (tmp_path / "t.txt").write_bytes("\ufeffthe\fsky\u2028is\x85blue\r\nwhat ?\rgreen\nvery".encode())
+    rows = load_predictor(bert[0]).predict_files([tmp_path / "t.txt"])
+    mean = mean_of(bert[1], classified(["the sky is blue", "what ?", "green", "very"]))
+    assert [row.index for row in rows] == [0, 1, 2, 3]
+    np.testing.assert_allclose([row.probability for row in rows], mean.max(1), rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("write", "message"),
     [

@@ -409,7 +409,7 @@ def test_a_few_unreadable_images_are_named_and_left_out(tmp_path: Path, caplog: 
     assert sorted(np.rint(kept * 255).astype(int)) == sorted({*range(200)} - {7, 10})
     assert all(label == (0 if round(value * 255) % 2 else 1) for value, label in zip(kept, labels, strict=True))
     broken[2].write_bytes(b"")
-    sources.load_path.cache_clear()  # an image that changes in its place is not noticed in a process
+    sources.load_path.cache_clear()
     with pytest.raises(DataError, match="3 of 200 images cannot be read, and 2 may be left out") as refused:
         own(tmp_path)
     assert all(str(file) in str(refused.value) for file in broken)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from tepal.client_app.app import app
-from tepal.models import ModelError
+from tepal.models import ModelError, build
 from tepal.records.run_directory import read_summary
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.run import run
@@ -153,6 +154,26 @@ def test_a_tokenizer_of_another_model_is_refused(table, bert, changed, expected)
         json.dump({**BERT, **changed}, file)
     with pytest.raises(TokenizerError, match=expected):
         held_out_inputs(of_texts(table, bert))
+
+
+@pytest.mark.parametrize(
+    ("changed", "longest"),
+    [
+        ({}, 16),
+        ({"model_type": "roberta"}, 15),
+        ({"model_type": "gpt2", "architectures": ["GPT2ForSequenceClassification"], "n_positions": 9}, 9),
+    ],
+)
+def test_texts_longer_than_the_models_positions_are_refused(table, bert, changed, longest):
+    with open(f"{bert}/config.json", "w") as file:
+        json.dump({**BERT, **changed}, file)
+    texts = of_texts(table, bert)
+    values = held_out_inputs(texts.model_copy(update={"text_length": longest})).values
+    with torch.no_grad():
+        build(bert, classes=2, seed=0)(torch.from_numpy(values).long())
+    for given, said in ((longest + 1, f"={longest + 1} "), (0, "=0, which is 128, ")):
+        with pytest.raises(TokenizerError, match=f"text-length{said}is more than the {longest} .*or less"):
+            held_out_inputs(texts.model_copy(update={"text_length": given}))
 
 
 def test_a_tokenizer_that_is_not_there_is_refused_at_the_site(table, bert, tmp_path, monkeypatch):

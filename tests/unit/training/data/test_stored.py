@@ -1,8 +1,10 @@
 """Large images of a .npz file stay on disk, and clients get the same examples as from memory."""
 
 import copy
+import gc
 import os
 import pickle
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +180,27 @@ def test_the_run_s_dataset_must_not_change_while_it_is_read(changed_while_read):
     node = {"partition-id": 0, "num-partitions": 2}
     with pytest.raises(DataError, match="the files were changed after the run began, or while they were read"):
         load_client(config, node, client="a", stamped=dataset_stamp(config))
+
+
+def test_of_files_that_change_the_last_version_alone_is_kept(tmp_path):
+    file, versions = tmp_path / "a.npz", []
+    for count in (20, 30, 40):
+        written(file, images_of(count, 5, 4))
+        source = sources.path_source(str(file), Reading())
+        assert len(source.train) == count and sources.path_source(str(file), Reading()) is source
+        versions.append(weakref.ref(source))
+        del source
+    gc.collect()
+    assert [version() is None for version in versions] == [True, True, False]
+
+
+def test_a_folder_of_tables_counts_its_images_and_a_single_table_does_not(tmp_path):
+    (tmp_path / "train.csv").write_text("image,label\n0.png,0\n1.png,1\n")
+    for name in ("0.png", "1.png"):
+        Image.fromarray(images_of(1, 8, 8)[0]).save(tmp_path / name)
+    folder, table = sources.stamp(tmp_path), sources.stamp(tmp_path / "train.csv")
+    Image.fromarray(images_of(1, 9, 9)[0]).save(tmp_path / "1.png")
+    assert sources.stamp(tmp_path) != folder and sources.stamp(tmp_path / "train.csv") == table
 
 
 def test_a_copy_reads_the_same_and_no_file_stays_open(tmp_path, on_disk):
