@@ -298,6 +298,8 @@ def test_settings_may_be_paths_and_numbers_of_numpy(small):
     assert begun.config["learning-rate"] == 0.5
     again = tepal.simulate(resume=begun.path, rounds=2, clients=3, progress=False)
     assert again.path == begun.path and len(again.metrics) == 3
+    assert len(tepal.simulate(resume=begun.path, clients=3, progress=False).metrics) == 3
+    assert len(tepal.simulate(resume=begun.path, rounds=20, clients=3, progress=False).metrics) == 21
 
 
 def test_a_log_that_was_silenced_does_not_matter(small):
