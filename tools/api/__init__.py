@@ -134,6 +134,7 @@ def compare(
 
     Raises:
         ConfigError: a setting is wrong; the message has all that are. Nothing was run.
+        KeyboardInterrupt: it was stopped by Ctrl-C; the message has its folder, with the results so far.
         TypeError: model or data is an object of another type.
     """
     if isinstance(strategies, str | Mapping) or not strategies:
@@ -143,7 +144,7 @@ def compare(
             raise ConfigError(f"{key}={options[key]!r}: {remedy}")
     _check_modes([each if isinstance(each, str) else each.get("strategy") for each in strategies], model)
     values, count = _settings(model, data, clients, runs, options, rounds, 42)
-    numbers, varied = [seeds] if isinstance(seeds, int) else seeds, _keys(vary or {})
+    numbers, varied = [int(seeds)] if isinstance(seeds, int | np.integer) else seeds, _keys(vary or {})
     config, shown = {**defaults(), **values}, console_of(progress)
     return compared(strategies, numbers, config, count, varied, _plain(target), _keys, shown)
 

@@ -288,5 +288,5 @@ def test_a_resumed_run_takes_defaults_that_are_known_to_be_given(tmp_path):
     assert open_run({**values, "resume-with": "patience"})[0].rounds.patience == 0
     with pytest.raises(ConfigError, match="'pattience' is not a key of the run config: did you mean 'patience'"):
         open_run({**values, "resume-with": "pattience"})
-    with pytest.raises(ConfigError, match="cannot change .* strategy='fedfrozen'"):
+    with pytest.raises(ConfigError, match=r"cannot change .* strategy='fedfrozen'"):
         open_run(values, given={"strategy"})
