@@ -30,6 +30,7 @@ from tepal.records.run_directory import (
     RMSE,
     RunDirectory,
     ending,
+    point_latest_at,
     read_metrics,
     total,
 )
@@ -103,6 +104,7 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
         if resumed:
             own = {"runs": directory.config.get("runs"), "resume": "", "resume-with": ""}
             directory.write_config({**config.flat, **own})
+            point_latest_at(directory.path)
         strategy.experiment = f"{directory.path.name}-{uuid.uuid4().hex[:8]}"
         strategy.checkpoints = Checkpoints(directory.path / CHECKPOINTS, config.rounds.checkpoints)
         strategy.resume = resumed
