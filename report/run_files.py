@@ -11,11 +11,11 @@ from typing import Any
 from tepal.records.live import ClientTotals, StoredSegment, read_clients, read_segments
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import (
+    current_summary,
     read_config,
     read_label_counts,
     read_metrics,
     read_records,
-    read_summary,
     summarise,
 )
 from tepal.report.heatmaps import ArraysOfRounds
@@ -35,9 +35,15 @@ class RunFiles:
     def metrics(self) -> list[RoundRecord]:
         return read_metrics(self.path)
 
+    @property
+    def running(self) -> bool:
+        """Whether the run goes on; not while the run itself writes its report."""
+        return False
+
     @cached_property
     def written_summary(self) -> dict[str, Any] | None:
-        return read_summary(self.path)
+        """The content of `summary.json`; None if the run went on after it was written."""
+        return current_summary(self.path, self.running)
 
     @cached_property
     def records(self) -> ArraysOfRounds:

@@ -30,6 +30,7 @@ from tepal.records.run_directory import (
     RMSE,
     RunDirectory,
     ending,
+    point_latest_at,
     read_metrics,
     total,
 )
@@ -58,8 +59,9 @@ _NAME_THEM = (
 )
 # Keys that concern this server only, and are not sent to the clients.
 _OWN = (
-    "runs", "resume", "pretrained", "foreign-images", "deliver", "best-metric", "patience", "min-improvement",
-    "trackers", "mlflow.tracking-uri", "mlflow.experiment", "wandb.project", "wandb.entity", "wandb.mode",
+    "runs", "resume", "resume-with", "pretrained", "foreign-images", "deliver", "best-metric", "patience",
+    "min-improvement", "trackers", "mlflow.tracking-uri", "mlflow.experiment", "wandb.project", "wandb.entity",
+    "wandb.mode",
 )  # fmt: skip
 _PATIENCE = 600.0  # seconds for which writing a result is tried again
 _TRY_AGAIN = 5.0  # seconds between two attempts
@@ -100,7 +102,9 @@ def run(grid: Grid, values: Mapping[str, Any]) -> Path:
             log.info("Clients with their own settings: %s", config.rounds.client_settings)
         resumed = bool(config.rounds.resume)
         if resumed:
-            directory.write_config({**config.flat, "runs": directory.config.get("runs"), "resume": ""})
+            own = {"runs": directory.config.get("runs"), "resume": "", "resume-with": ""}
+            directory.write_config({**config.flat, **own})
+            point_latest_at(directory.path)
         strategy.experiment = f"{directory.path.name}-{uuid.uuid4().hex[:8]}"
         strategy.checkpoints = Checkpoints(directory.path / CHECKPOINTS, config.rounds.checkpoints)
         strategy.resume = resumed

@@ -7,6 +7,7 @@ clients and of run directories is shown with its control characters visible: it 
 from __future__ import annotations
 
 import io
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -311,13 +312,15 @@ def follow_metrics(path: Path, stop: Callable[[], bool], *, poll: float = 0.2) -
     """
     path = Path(path)
     read = 0  # bytes up to the end of the last complete line
+    known: int | None = None  # the file's inode
+    told: set[bytes] = set()
     while True:
         last = stop()
         try:
             with path.open("rb") as file:
-                file.seek(0, 2)
-                if file.tell() < read:
-                    read = 0  # the file was replaced
+                status = os.fstat(file.fileno())
+                if status.st_size < read or status.st_ino != known:
+                    read, known = 0, status.st_ino  # the file was replaced, as by a run that is resumed
                 file.seek(read)
                 fresh = file.read()
         except FileNotFoundError:
@@ -325,7 +328,8 @@ def follow_metrics(path: Path, stop: Callable[[], bool], *, poll: float = 0.2) -
         complete = fresh[: fresh.rfind(b"\n") + 1]
         read += len(complete)
         for line in complete.splitlines():
-            if line.strip():
+            if line.strip() and line not in told:
+                told.add(line)
                 try:
                     parsed = parse_line(line)
                 except ValueError as error:

@@ -49,6 +49,7 @@ from tepal.records.run_directory.names import (
     SUMMARY,
 )
 from tepal.records.run_directory.reading import (
+    current_summary,
     find_run,
     parse_line,
     read_config,
@@ -85,6 +86,7 @@ __all__ = [
     "RunInUse",
     "add",
     "as_json",
+    "current_summary",
     "ending",
     "find_run",
     "held",

@@ -46,6 +46,7 @@ class RunDirectory:
         self.config = dict(config)
         self._unwritten: list[RoundRecord] = []
         self._label_counts: dict[str, list[int]] | None = None  # None: not read yet
+        self._resumed = False  # and no round was written since
 
     @classmethod
     def create(
@@ -71,8 +72,9 @@ class RunDirectory:
     def resume(cls, path: Path) -> RunDirectory:
         """Open the run directory in `path` (or the `latest` link), to resume the run."""
         path = find_run(path)
-        point_latest_at(path)
-        return cls(path, read_config(path))
+        run = cls(path, read_config(path))
+        run._resumed = True
+        return run
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -109,10 +111,14 @@ class RunDirectory:
     def append(self, record: RoundRecord) -> None:
         """Add one round to `metrics.jsonl` and wait until it is on disk.
 
-        What JSON cannot represent (NaN, infinity) becomes null: a diverged loss must not end the run.
+        What JSON cannot represent (NaN, infinity) becomes null: a diverged loss must not end the run. The first round
+        of a resumed run replaces those from it on: after an older checkpoint they are of a model that is gone.
         """
         line = json_line(record.to_line())
         path = self.path / METRICS
+        if self._resumed:
+            _drop_rounds(self.path, record.round)
+            self._resumed = False
         with explained("write", path), path.open("ab", buffering=0) as file:
             before = file.tell()
             try:
@@ -191,6 +197,23 @@ def _toml_table(config: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             plain[str(key)] = value if isinstance(value, float) else as_json(value)
     return plain
+
+
+def _drop_rounds(run: Path, first: int) -> None:
+    """Remove the lines of the rounds from `first` on, and the arrays of the rounds after it, which has written its own.
+
+    Raises OSError naming the file.
+    """
+    path = run / METRICS
+    with explained("read", path):
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if not line.strip() or parse_line(line).round < first]
+    if len(kept) < len(lines):
+        write_whole(path, b"".join(kept))
+    for file in (run / ROUNDS).glob("*.npz"):
+        if file.stem.isdecimal() and int(file.stem) > first:
+            with suppress(OSError):
+                file.unlink()
 
 
 def _mend_last_line(metrics: Path) -> None:

@@ -24,6 +24,7 @@ from tepal.host.text import visible
 from tepal.host.toml import parse_untrusted
 from tepal.records.columns import is_number
 from tepal.records.round_record import RoundRecord
+from tepal.records.run_directory.holding import is_held
 from tepal.records.run_directory.limits import (
     DEEPEST,
     LARGEST_ROUND,
@@ -34,7 +35,7 @@ from tepal.records.run_directory.limits import (
     MOST_STATE,
     MOST_SUMMARY,
 )
-from tepal.records.run_directory.metrics import scored
+from tepal.records.run_directory.metrics import scored, summarise
 from tepal.records.run_directory.names import CONFIG, LABELS, LATEST, METRICS, ROUNDS, SUMMARY
 
 
@@ -232,6 +233,26 @@ def read_summary(run: Path) -> dict[str, Any] | None:
         return None
     except ValueError as error:
         raise _damaged(path, error) from error
+
+
+def current_summary(run: Path, running: bool | None = None) -> dict[str, Any] | None:
+    """The content of `summary.json`; None if it is missing, or if the run goes on or went on after it was written.
+
+    Args:
+        run: The run directory.
+        running: Whether the run goes on; None: whether its directory is locked.
+
+    Raises OSError or ValueError, naming the file.
+    """
+    summary = read_summary(run)
+    if summary is None or (is_held(run) if running is None else running):
+        return None
+    try:
+        newer = (run / METRICS).stat().st_mtime_ns > (run / SUMMARY).stat().st_mtime_ns
+    except FileNotFoundError:
+        return summary
+    # A copy of a run may have its files in any order of time.
+    return None if newer and summarise(read_metrics(run), {})["rounds"] > (summary.get("rounds") or 0) else summary
 
 
 _LARGEST = 1e300  # as of `from_values`

@@ -139,6 +139,11 @@ class RoundConfig(BaseModel):
         'with commas in between; "": nowhere (docs/runs.md)',
     )
     resume: str = Field("", description="run directory on the server (or a folder of them: the latest) to resume")
+    resume_with: str = Field(
+        "",
+        description="keys that the resumed run takes from this run config although they have their defaults, with "
+        "commas in between, such as num-server-rounds; Tepal's own commands set it (docs/faults.md)",
+    )
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tepal import models
+from tepal.host.toml import parts_of
 from tepal.records.run_directory import RunDirectory
 from tepal.server_app.config.checks import contradictions, explain, unknown, warnings
 from tepal.server_app.config.client_tables import fold
@@ -82,11 +83,14 @@ CHANGEABLE = (
 
 
 def open_run(
-    values: Mapping[str, Any], clients: int | None = None, *, warn: bool = True
+    values: Mapping[str, Any], clients: int | None = None, *, given: Collection[str] = (), warn: bool = True
 ) -> tuple[RunConfig, RunDirectory | None]:
     """Return the checked config of a run, and its directory if it is resumed, else None. Raises ConfigError.
 
-    The arguments are those of `read_run_config`.
+    Args:
+        values: as of `read_run_config`, like `clients` and `warn`.
+        given: keys that the user gave, as far as that is known: a resumed run takes also those with their defaults.
+            They are noted in `resume-with`, for the ServerApp, which reads the config again.
     """
     if not values.get("resume"):
         return read_run_config(values, clients, warn=warn), None
@@ -94,21 +98,25 @@ def open_run(
         directory = RunDirectory.resume(Path(str(values["resume"])).expanduser())
     except (OSError, ValueError) as error:
         raise ConfigError(f"resume={values['resume']!r}: {error}") from error
-    given, problems = fold(values, clients)
+    folded, problems = fold(values, clients)
+    named = parts_of(str(values.get("resume-with", "")))
+    problems += unknown(key for key in named if key not in defaults())
     if problems:
         raise _invalid(problems)
-    given = {key: value for key, value in given.items() if value != directory.config.get(key)}
-    return read_run_config(_resumed(given, as_of_now(directory.config)), clients, warn=warn), directory
+    news = {key: value for key, value in folded.items() if value != directory.config.get(key)}
+    return read_run_config(_resumed(news, as_of_now(directory.config), {*given, *named}), clients, warn=warn), directory
 
 
-def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
     """Return the run config of a resumed run: the saved one, with new values of keys in `CHANGEABLE`.
 
-    Flower adds the defaults of all keys that the user leaves out, so a key with its default counts as left out.
+    Flower adds the defaults of all keys that the user leaves out, so a key with its default counts as left out, unless
+    it is named.
 
     Args:
         values: run config of the Flower run that resumes.
         kept: the run directory's `config.toml`.
+        named: keys that the user is known to have given.
 
     Raises:
         ConfigError: a key that must not change has a new value.
@@ -117,7 +125,9 @@ def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, An
     given = {
         key: value
         for key, value in values.items()
-        if key not in ("runs", "resume") and value != usual.get(key) and value != kept.get(key)
+        if key not in ("runs", "resume", "resume-with")
+        and (value != usual.get(key) or key in named)
+        and value != kept.get(key, usual.get(key))
     }
     if fixed := [key for key in given if key not in CHANGEABLE]:
         raise ConfigError(
@@ -127,7 +137,8 @@ def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, An
         )
     for key, value in given.items():
         log.info("%s is now %r (it was %r).", key, value, kept.get(key))
-    return {**kept, **given, "resume": values["resume"]}
+    again = ",".join(key for key in CHANGEABLE if key in given and given[key] == usual[key])
+    return {**kept, **given, "resume": values["resume"], "resume-with": again}
 
 
 def sizes_of(config: RunConfig) -> dict[str, Any]:

@@ -36,8 +36,7 @@ class Trackers:
     ) -> None:
         status = "FINISHED" if kind is None else "FAILED" if issubclass(kind, Exception) else "KILLED"
         if self._behind:
-            lines = read_metrics(self._run, most=None)
-            self._each(lambda tracker: tracker.match(lines), self._behind)
+            self._match_behind()
         self._each(lambda tracker: tracker.close(status), self._trackers)
 
     def add(self, record: RoundRecord) -> None:
@@ -51,10 +50,19 @@ class Trackers:
         news = _news(before, line)
         self._each(lambda tracker: tracker.write(news), self._trackers.keys() - self._behind)
         if self._behind:
-            lines = [each for each in read_metrics(self._run, most=None) if each.round <= line.round]
-            self._each(lambda tracker: tracker.match(lines), self._behind)
-            if not lines or lines[-1].round < line.round:
-                self._behind = set(self._trackers)  # the disk is full; the line is written later
+            self._match_behind(line.round)
+
+    def _match_behind(self, last: int | None = None) -> None:
+        """Show the trackers that are behind what the file contains, up to a round. They stay behind if it cannot."""
+        try:
+            lines = read_metrics(self._run, most=None)
+        except (OSError, ValueError) as error:
+            log.error("%s. The run continues, and its trackers are updated later.", error)
+            return
+        lines = [each for each in lines if last is None or each.round <= last]
+        self._each(lambda tracker: tracker.match(lines), self._behind)
+        if last is not None and (not lines or lines[-1].round < last):
+            self._behind = set(self._trackers)  # the disk is full; the line is written later
 
     def _each(self, do: Callable[[Tracker], None], names: Iterable[str]) -> None:
         for name in sorted(names):

@@ -29,7 +29,7 @@ from tepal.tools.terminal import RoundProgress
 __all__ = ["Compared", "ConfigError", "Run", "RunError", "Train", "compare", "load", "simulate"]
 
 Model = str | Path | nn.Module | Callable[..., nn.Module]
-_CLIENTS = 10
+_CLIENTS, _ROUNDS = 10, 20
 _NOT_OF_COMPARISONS = {
     "seed": "a comparison has seeds=[…]",
     "strategy": "a comparison has strategies, its first argument",
@@ -44,7 +44,7 @@ def simulate(
     model: Model = "tiny-vit",
     data: Any = "digits",
     clients: int | None = None,
-    rounds: int = 20,
+    rounds: int | None = None,
     seed: int = 42,
     train: Train | None = None,
     runs: str | Path = "runs",
@@ -62,7 +62,7 @@ def simulate(
             and whole numbers; a torch Dataset of such pairs; a dataset of Hugging Face; or a list with the data of
             each client. Images are whole numbers 0…255 or floats 0…1.
         clients: number of clients among which the data is divided; by default 10, or as many as the list has.
-        rounds: number of rounds.
+        rounds: number of rounds; by default 20, or in a run that is resumed as many as it has.
         seed: of weights, partitions and batches.
         train: function of (model, batches, penalty) that trains the model in place and returns the mean loss. Each
             iteration over `batches` is an epoch of (inputs, labels); `penalty()` belongs to the loss.
@@ -76,9 +76,11 @@ def simulate(
         RunError: the run failed; the message has its folder, with the results so far.
         TypeError: model or data is an object of another type.
     """
-    values, count = _settings(model, data, clients, runs, {**options, "strategy": strategy}, rounds, seed)
+    asked = _ROUNDS if rounds is None else rounds
+    values, count = _settings(model, data, clients, runs, {**options, "strategy": strategy}, asked, seed)
     _check_modes([strategy], model)
-    config, _ = open_run(values, count, warn=False)  # the run shows them
+    given = {*_keys(options), *(() if rounds is None else ("num-server-rounds",))}
+    config, _ = open_run(values, count, given=given, warn=False)  # the run shows them
     check_clients(config, count)
     if train is not None:
         _check_own(config, train)
@@ -104,7 +106,7 @@ def compare(
     model: Model = "tiny-vit",
     data: Any = "digits",
     clients: int | None = None,
-    rounds: int = 20,
+    rounds: int = _ROUNDS,
     runs: str | Path = "runs",
     progress: bool = True,
     **options: Any,
@@ -132,6 +134,7 @@ def compare(
 
     Raises:
         ConfigError: a setting is wrong; the message has all that are. Nothing was run.
+        KeyboardInterrupt: it was stopped by Ctrl-C; the message has its folder, with the results so far.
         TypeError: model or data is an object of another type.
     """
     if isinstance(strategies, str | Mapping) or not strategies:
@@ -141,7 +144,7 @@ def compare(
             raise ConfigError(f"{key}={options[key]!r}: {remedy}")
     _check_modes([each if isinstance(each, str) else each.get("strategy") for each in strategies], model)
     values, count = _settings(model, data, clients, runs, options, rounds, 42)
-    numbers, varied = [seeds] if isinstance(seeds, int) else seeds, _keys(vary or {})
+    numbers, varied = [int(seeds)] if isinstance(seeds, int | np.integer) else seeds, _keys(vary or {})
     config, shown = {**defaults(), **values}, console_of(progress)
     return compared(strategies, numbers, config, count, varied, _plain(target), _keys, shown)
 

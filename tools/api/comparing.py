@@ -50,7 +50,7 @@ class Compared:
 
         Figures are means over the seeds; their standard deviations are in columns `…_sd`.
         """
-        frame = with_pandas().read_csv(self.path / CSV)
+        frame = with_pandas().read_csv(self.path / CSV, keep_default_na=False, na_values=[""])  # "NA" may be a name
         return frame.set_index("variant" if "variant" in frame else "strategy")
 
     @cached_property
@@ -115,7 +115,9 @@ def compared(
         keys: turns a variant's options into keys of the run config.
         console: where progress and errors are shown.
 
-    Raises ConfigError before the first run, with everything that is wrong.
+    Raises:
+        ConfigError: before the first run, with everything that is wrong.
+        KeyboardInterrupt: the user stopped it; the files are written.
     """
     numbers = seed_numbers(",".join(map(str, seeds)))
     common = {key: value for key, value in config.items() if key not in OWN_KEYS}
@@ -151,6 +153,8 @@ def compared(
         return run_once(engine, one, progress, console, False, on_run)
 
     run_all(comparison, start, console=console, errors=console)
+    if any(run.outcome in ("stopped", "not run") for run in comparison.runs):
+        raise KeyboardInterrupt(f"the comparison was stopped. What it has so far: {comparison.folder}")
     return Compared(comparison.folder)
 
 

@@ -12,11 +12,11 @@ from tepal.records.columns import bytes_text, score_text
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import (
     add,
+    current_summary,
     find_run,
     measured_by,
     read_config,
     read_metrics,
-    read_summary,
     savings,
     scored,
     summarise,
@@ -57,8 +57,11 @@ class Run:
 
     @cached_property
     def summary(self) -> Mapping[str, Any]:
-        """The figures of the whole run, as in `summary.json`: `accuracy`, `loss`, `rounds`, `seconds` and others."""
-        return read_summary(self.path) or summarise(self.rounds, self.config)
+        """The figures of the whole run, as in `summary.json`: `accuracy`, `loss`, `rounds`, `seconds` and others.
+
+        Of a run that goes on, those of the rounds so far.
+        """
+        return current_summary(self.path) or summarise(self.rounds, self.config)
 
     @property
     def accuracy(self) -> float | None:

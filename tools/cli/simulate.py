@@ -61,7 +61,7 @@ def simulate_command(
         given = given_run_config(run_config or [])
         ours = has_our_keys(app)
         if ours:
-            config, _ = open_run({**usual_run_config(app), **given}, clients)
+            config, _ = open_run({**usual_run_config(app), **given}, clients, given=given)
             check_clients(config, clients, here=simulated.here)
             simulated.cache = cache_of(config)
         console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
@@ -99,7 +99,7 @@ def loopback_command(
             with LoopbackEngine(app, clients, node_configs) as engine:
                 run_other(engine, given, console)
             return
-        config, _ = open_run({**usual_run_config(app), **given}, clients)
+        config, _ = open_run({**usual_run_config(app), **given}, clients, given=given)
         if config.clients and node_configs:
             raise ConfigError(
                 f"--node-config and client.{next(iter(config.clients))}: a node config has the settings of its client: "

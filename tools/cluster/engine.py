@@ -25,6 +25,7 @@ from tepal.records.run_directory import (
     RunInUse,
     find_run,
     held,
+    point_latest_at,
 )
 from tepal.tools.cluster.ahead import Ahead
 from tepal.tools.cluster.connection import Cluster, connected
@@ -90,6 +91,7 @@ class ClusterEngine(Runner):
         job = self._job(directory, config)
         tell("log", f"INFO : {KEPT_IN}{directory}")  # before there is a machine: it can be resumed from here on
         with log.open("a", encoding="utf-8") as lines, _mine(directory, log):
+            point_latest_at(directory)
 
             def pass_on(kind: str, text: str) -> None:
                 print(text if kind == "log" else noted(text), file=lines, flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tepal.host.toml import Value
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import ACCURACY, Measure, read_metrics, read_summary, summarise, total
+from tepal.records.run_directory import ACCURACY, Measure, current_summary, read_metrics, summarise, total
 from tepal.report.round_figures import TEST_DATA, transferred
 from tepal.tools.compare.doubt import doubt_figures
 from tepal.tools.compare.plan import ComparedRun
@@ -158,5 +158,5 @@ class Measured:
 def measured(run: ComparedRun, config: Mapping[str, Value]) -> Measured:
     """Read the rounds and the summary of a run, as far as they are written."""
     metrics = read_metrics(run.directory) if run.directory else []
-    written = read_summary(run.directory) if run.directory else None
+    written = current_summary(run.directory) if run.directory else None
     return Measured(run, metrics, {**summarise(metrics, config), **(written or {})})

@@ -52,19 +52,6 @@ class RunView(RunFiles):
         return is_held(self.path)
 
     @cached_property
-    def written_summary(self) -> dict[str, Any] | None:
-        """The content of `summary.json`; None if the run went on after it was written."""
-        written = super().written_summary
-        if written is None or self.running:
-            return None
-        try:
-            newer = (self.path / METRICS).stat().st_mtime_ns > (self.path / SUMMARY).stat().st_mtime_ns
-        except FileNotFoundError:
-            return written
-        # A copy of a run may have its files in any order of time.
-        return None if newer and summarise(self.metrics, {})["rounds"] > (written.get("rounds") or 0) else written
-
-    @cached_property
     def summary(self) -> dict[str, Any]:
         return self.written_summary or summarise(self.metrics, self.config)
 

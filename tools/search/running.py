@@ -23,7 +23,7 @@ from pathlib import Path
 from tepal.host.superlink import RunError
 from tepal.host.text import visible
 from tepal.host.toml import Value
-from tepal.records.run_directory import held, read_metrics, write_whole
+from tepal.records.run_directory import held, read_metrics, read_summary, write_whole
 from tepal.server_app.config import ConfigError
 from tepal.tools.cluster.engine import ClusterFailed
 from tepal.tools.search.plan import SearchPlan
@@ -132,12 +132,14 @@ def score_of(run: Path, measure: str, rounds: int) -> float:
     Args:
         run: the run directory.
         measure: ACCURACY or RMSE of `plan`.
-        rounds: the number of the last round.
+        rounds: the number of the last round; a run with `patience` may end before it.
 
     Raises:
         RunError: the clients did not score the model after the last round, or it has diverged.
     """
     metrics = read_metrics(run)
+    if metrics and (read_summary(run) or {}).get("ended_early"):
+        rounds = metrics[-1].round
     score = metrics[-1].value(measure) if metrics and metrics[-1].round == rounds else None
     if score is None or not math.isfinite(score):
         raise RunError(f"no {measure} after round {rounds}: it diverged, or no client scored the final model")
@@ -146,15 +148,13 @@ def score_of(run: Path, measure: str, rounds: int) -> float:
 
 def _run_trial(plan: SearchPlan, study: VariantStudy, trial: Trial, folder: Path, objective: Objective) -> None:
     """Run a trial, and note what came of it."""
-    if trial.run:
-        # Of the same trial, which was cut off. The name is from a file: only a folder in this one is removed.
-        shutil.rmtree(folder / Path(trial.run).name, ignore_errors=True)
     same = next((each for each in _finished(study) if each.values == trial.values), None)
     begun = time.monotonic()
     if same is not None:
         trial.score, trial.run, trial.seconds = same.score, same.run, 0.0
         study.end(trial)
         return
+    _remove_cut_off(study, trial, folder)
     config = plan.config_of(study.variant, trial.values)
     try:
         trial.score = objective(
@@ -168,6 +168,13 @@ def _run_trial(plan: SearchPlan, study: VariantStudy, trial: Trial, folder: Path
         trial.reason = visible(" ".join(line.strip() for line in lines[: 2 if isinstance(error, ConfigError) else 1]))
     trial.seconds = round(time.monotonic() - begun, 3)
     study.end(trial)
+
+
+def _remove_cut_off(study: VariantStudy, trial: Trial, folder: Path) -> None:
+    """Remove the run directory of a trial that was cut off, unless it is that of a trial that has ended."""
+    name = Path(trial.run).name  # it is from a file: only a folder in this one is removed
+    if name not in ("", "..") and all(Path(each.run).name != name for each in study.trials() if each.ended):
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _finished(study: VariantStudy) -> Iterator[Trial]:

@@ -16,6 +16,8 @@ from tepal.client_app import app as own
 from tepal.host.files import new_log
 from tepal.host.superlink import EndedRun, Listener, RunError
 from tepal.host.toml import Value
+from tepal.records.run_directory import KEPT_IN
+from tepal.server_app.config import ConfigError
 from tepal.server_app.run import run
 from tepal.strategies import RoundFailed
 from tepal.strategies.in_process import PopulationGrid
@@ -53,21 +55,32 @@ class ThisProcess:
 
         Raises:
             ConfigError: the run config is invalid.
-            RunError: a round had too few valid replies.
+            RunError: the run failed after its directory was made, such as by a round with too few valid replies.
         """
         tell = on_event or (lambda _kind, _text: None)
         log = log or new_log("run")
+        begun = False
+
+        def follow(line: str) -> None:
+            nonlocal begun
+            begun = begun or KEPT_IN in line
+            tell("log", line)
+
         tell("stage", f"Running with {self._clients} clients in this process ...")
         own.prepare(run_config, self._clients)
         with (
-            _logged(log, lambda line: tell("log", line)),
+            _logged(log, follow),
             _surroundings(self.cache),
             PopulationGrid(self._app, self._clients, run_config) as grid,
         ):
             try:
                 run(grid, run_config)
-            except RoundFailed as failure:
-                raise RunError(str(failure), log) from failure
+            except Exception as error:  # as in a process of its own: no other run is to end
+                if not begun:
+                    raise
+                _log.info("The run failed.", exc_info=error)
+                expected = isinstance(error, RoundFailed | ConfigError | OSError)
+                raise RunError(str(error) if expected else f"{type(error).__name__}: {error}", log) from error
         return EndedRun(1, "completed", log)
 
 

@@ -23,6 +23,7 @@ from tepal.records.run_directory import (
     directory,
     find_run,
     read_metrics,
+    read_records,
     read_summary,
     savings,
     summarise,
@@ -194,11 +195,27 @@ def test_rounds_that_cannot_be_written_are_kept_back_and_written_later(run, monk
     assert [line["round"] for line in read_lines(run.path)] == [1, 2, 3]
 
 
-def test_a_resumed_run_keeps_its_config_and_becomes_the_latest(run):
-    RunDirectory.create(run.path.parent, "other", CONFIG)
+def test_a_directory_that_is_opened_to_resume_its_run_has_its_config_and_is_not_yet_the_latest(run):
+    other = RunDirectory.create(run.path.parent, "other", CONFIG)
     resumed = RunDirectory.resume(run.path)
     assert resumed.config == CONFIG
-    assert find_run(run.path.parent / "latest") == run.path.resolve()
+    assert find_run(run.path.parent / "latest") == other.path.resolve()
+
+
+def test_a_run_that_is_resumed_from_an_older_checkpoint_drops_the_rounds_after_it(run):
+    for number in range(6):
+        run.append(RoundRecord(round=number, accuracy=number / 10))
+        run.write_record(number, {"a": np.ones(1)})
+    resumed = RunDirectory.resume(run.path)
+    resumed.write_record(3, {"a": np.zeros(1)})
+    with resumed.in_use():
+        assert len(read_lines(run.path)) == 6, "nothing is lost before there is a new round"
+        resumed.append(RoundRecord(round=3, accuracy=0.9))
+        resumed.append(RoundRecord(round=4, accuracy=0.95))
+    text = (run.path / "metrics.jsonl").read_text()
+    assert [json.loads(line)["accuracy"] for line in text.splitlines()] == [0, 0.1, 0.2, 0.9, 0.95]
+    assert [(number, arrays["a"][0]) for number, arrays in read_records(run.path)] == [(0, 1), (1, 1), (2, 1), (3, 0)]
+    assert resumed.write_summary()["rounds"] == 4
 
 
 def test_a_broken_line_in_the_middle_is_an_error_with_file_and_line(run):

@@ -275,3 +275,18 @@ def test_a_run_of_an_earlier_version_without_a_unit_is_resumed_with_absolute_dis
     assert open_run({**given, "resume": str(later.path)})[0].fedamp.unit == "median"
     with pytest.raises(ConfigError, match=r"cannot change .*fedamp\.unit='absolute' \(the run has 'median'\)"):
         open_run({**given, "resume": str(later.path), "fedamp.unit": "absolute"})
+
+
+def test_a_resumed_run_takes_defaults_that_are_known_to_be_given(tmp_path):
+    kept = read_run_config({"strategy": "fedavg", "num-server-rounds": 9, "patience": 3}).flat
+    values = {**defaults(), "resume": str(RunDirectory.create(tmp_path, "fedavg", kept).path)}
+    left_out, _ = open_run(values)
+    assert (left_out.rounds.num_server_rounds, left_out.rounds.patience) == (9, 3)
+    config, _ = open_run(values, given={"num-server-rounds", "patience", "resume"})
+    assert (config.rounds.num_server_rounds, config.rounds.patience) == (20, 0)
+    assert open_run(config.flat)[0] == config  # as the ServerApp reads it again
+    assert open_run({**values, "resume-with": "patience"})[0].rounds.patience == 0
+    with pytest.raises(ConfigError, match="'pattience' is not a key of the run config: did you mean 'patience'"):
+        open_run({**values, "resume-with": "pattience"})
+    with pytest.raises(ConfigError, match=r"cannot change .* strategy='fedfrozen'"):
+        open_run(values, given={"strategy"})

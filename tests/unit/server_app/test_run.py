@@ -22,7 +22,7 @@ from tepal.client_app.local_client import LocalClient
 from tepal.models import build
 from tepal.models.blocks import find_blocks
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import RunDirectory, read_config, read_label_counts
+from tepal.records.run_directory import RunDirectory, RunInUse, read_config, read_label_counts
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.config.earlier import as_of_now
 from tepal.server_app.run import _load_first, _starts, build_model, build_strategy, run
@@ -310,6 +310,20 @@ def test_a_finished_run_can_be_prolonged(small_run, tmp_path):
     assert tomllib.loads((path / "config.toml").read_text())["num-server-rounds"] == 4
 
 
+def test_what_a_run_did_after_the_checkpoint_that_it_is_resumed_from_does_not_count(
+    small_run, tmp_path, failing_in_round_3
+):
+    failing_in_round_3()
+    path = small_run(num_server_rounds=5, checkpoints=5)
+    other = small_run(num_server_rounds=1)
+    for number in (3, 4, 5):
+        shutil.rmtree(path / f"checkpoint/round-{number:06d}")
+    assert small_run(resume=str(path), num_server_rounds=4) == path
+    lines = [json.loads(line)["round"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [0, 1, 2, 3, 4] and json.loads((path / "summary.json").read_text())["rounds"] == 4
+    assert (tmp_path / "runs/latest").resolve() == path.resolve() != other.resolve()
+
+
 def test_a_run_starts_from_the_weights_that_it_is_given(small_run, tmp_path, caplog):
     first = small_run(num_server_rounds=2)
     with caplog.at_level("INFO", "flwr"):
@@ -473,8 +487,12 @@ def test_a_model_of_ones_own_is_trained_with_the_blocks_that_the_config_names(sm
 
 def test_what_cannot_change_is_refused_on_resume(small_run, tmp_path):
     path = small_run(num_server_rounds=1)
+    later = small_run(num_server_rounds=1)
     with pytest.raises(ConfigError, match=r"leave them out: batch-size=7 \(the run has 32\)"):
         small_run(resume=str(path), batch_size=7)
+    with RunDirectory(path, {}).in_use(), pytest.raises(RunInUse):
+        small_run(resume=str(path))
+    assert (path.parent / "latest").resolve() == later.resolve()
     with pytest.raises(ConfigError, match="no run directory"):
         small_run(resume=str(tmp_path / "nowhere"))
 

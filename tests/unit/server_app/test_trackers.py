@@ -15,7 +15,7 @@ from tepal.server_app import trackers
 from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.server_app.config.reading import CHANGEABLE
 from tepal.server_app.run import _OWN
-from tepal.server_app.trackers import TensorBoard, Trackers, check_trackers, open_trackers
+from tepal.server_app.trackers import TensorBoard, Trackers, check_trackers, group, open_trackers
 from tests.lines import read_lines
 from tests.packages import ROOT
 
@@ -198,6 +198,44 @@ def test_a_tracker_that_fails_is_said_once_and_caught_up_with(directory, caplog)
     assert away.shown == [0, 1, 2, 3, 4, 5] and away.status == "FINISHED"
     assert caplog.text.count("no route") == 1 and "The run continues" in caplog.text
     assert dict(in_tensorboard(directory.path)).keys() == expected(directory.path).keys()
+
+
+@pytest.mark.parametrize("error", [OSError(116, "Stale file handle"), ValueError("line 3: not a round")])
+def test_a_file_that_cannot_be_read_while_a_tracker_is_away_does_not_end_the_run(directory, caplog, monkeypatch, error):
+    class Away:
+        fails, shown = True, None
+
+        def match(self, lines):
+            if self.fails:
+                raise ConnectionError("no route")
+            self.shown = [each.round for each in lines]
+
+        write = match
+
+        def close(self, status):
+            self.status = status
+
+    away = Away()
+    broken = {2, 5}  # of the readings: one of a round, and the first at the end
+    readings = []
+    read = group.read_metrics
+
+    def flaky(*arguments, **options):
+        readings.append(arguments)
+        if len(readings) - 1 in broken:
+            raise error
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(group, "read_metrics", flaky)
+    with Trackers(directory.path, {"mlflow": away}) as tracked:
+        for number in range(4):
+            directory.add(line(number))
+            tracked.add(line(number))
+        away.fails = False
+    assert away.status == "FINISHED" and away.shown is None
+    assert caplog.text.count(str(error)) == 2
+    with Trackers(directory.path, {"mlflow": away}):
+        assert away.shown == [0, 1, 2, 3]
 
 
 def test_a_line_that_a_full_disk_keeps_back_is_shown_when_it_is_written(directory, monkeypatch):

@@ -11,6 +11,7 @@ from rich.console import Console
 from tepal.host.text import visible_lines
 from tepal.records.columns import bytes_text, seconds_text, step_text
 from tepal.records.round_record import RoundRecord
+from tepal.records.run_directory import write_whole
 from tepal.tools.terminal import RoundProgress, final_table, follow_metrics
 
 LINE = {
@@ -181,6 +182,27 @@ def test_following_reads_what_was_written_just_before_the_end(tmp_path):
         return True
 
     assert [line.round for line in follow_metrics(path, stop)] == [1, 2]
+
+
+def test_following_a_file_that_a_resumed_run_replaces_tells_no_round_twice(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"round": 1}\n{"round": 2}\n{"round": 3}\n')
+
+    def replace():
+        write_whole(path, b'{"round": 1}\n')
+        with path.open("a") as file:  # longer than before
+            file.write('{"round": 2, "accuracy": 0.5, "loss": 0.25}\n')
+
+    steps = iter([lambda: None, replace])
+
+    def stop():
+        step = next(steps, None)
+        if step is not None:
+            step()
+        return step is None
+
+    followed = [(line.round, line.accuracy) for line in follow_metrics(path, stop, poll=0)]
+    assert followed == [(1, None), (2, None), (3, None), (2, 0.5)]
 
 
 def test_following_another_thread_that_writes(tmp_path):

@@ -94,14 +94,20 @@ const showFigure = part => {
 };
 
 // The table of clients. `columns`: heading, and the key in `write`, as CLIENT_COLUMNS in watched.py has them.
-const units = ['B', 'kB', 'MB', 'GB', 'TB'];
 const write = {
   text: value => value,
   state: value => value,
   number: value => Math.abs(value) < 1e15 ? value.toLocaleString('en') : value.toExponential(2),
   bytes: value => {
-    const k = value < 1000 ? 0 : Math.min(Math.floor(Math.log10(value) / 3), units.length - 1);
-    return `${k ? (value / 1000 ** k).toPrecision(3) : value} ${units[k]}`;
+    if (Math.abs(value) < 999.5) return `${value.toFixed(0)} B`;
+    for (const unit of ['kB', 'MB', 'GB', 'TB', 'PB']) {
+      value /= 1000;
+      for (const decimals of [2, 1, 0]) {  // rounded first, as bytes_text in records/columns.py
+        const text = value.toFixed(decimals);
+        if (Math.abs(text) < 10 ** (3 - decimals)) return `${text} ${unit}`;
+      }
+    }
+    return `${Math.abs(value) < 1e6 ? write.number(Math.round(value)) : value.toPrecision(3)} PB`;
   },
   seconds: value => {
     if (!(Math.abs(value) < 1e12)) return `${value.toExponential(2)} s`;

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from tepal.host.superlink import RunError
 from tepal.server_app.config import ConfigError
 from tepal.tools.api.own_training import Epochs
 from tepal.tools.cli.main import main
+from tepal.tools.compare.comparison import read_comparison
+from tepal.tools.simulation.running import run_once
 from tepal.training.loop import Batches
 
 DIGITS = load_digits()
@@ -237,6 +240,51 @@ def test_strategies_and_variants_are_compared(small):
     assert names.table.index.tolist() == ["fedavg", "fedprox"] and "fedavg, fedprox; 2 runs" in repr(names)
 
 
+def test_a_run_that_fails_in_any_way_does_not_end_the_comparison(small, monkeypatch):
+    del small["strategy"]
+
+    def evaluation(config, model):
+        def evaluate(*_):
+            if config.rounds.strategy == "fedavg":
+                raise IndexError("no such class")
+
+        return evaluate
+
+    monkeypatch.setattr("tepal.server_app.run.server_evaluation", evaluation)
+    compared = tepal.compare(["fedavg", "fedprox"], **small)
+    first, second = read_comparison(compared.path).runs
+    assert (first.outcome, first.reason, second.outcome) == ("failed", "IndexError: no such class", "finished")
+    assert "Traceback" in (first.directory / "flower.log").read_text()
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_comparison_that_is_stopped_raises_after_its_files_are_written(small, monkeypatch, ended):
+    del small["strategy"]
+    runs = []
+
+    def run_or_stop(*arguments):
+        runs.append(arguments)
+        if len(runs) > ended:
+            raise KeyboardInterrupt
+        return run_once(*arguments)
+
+    monkeypatch.setattr("tepal.tools.api.comparing.run_once", run_or_stop)
+    with pytest.raises(KeyboardInterrupt, match="was stopped") as stopped:
+        tepal.compare(["fedavg", "fedprox", "fedavgm"], **small)
+    folder = Path(str(stopped.value).rpartition(": ")[2])
+    outcomes = ["finished", "stopped", "not run", "not run"][1 - ended :][:3]
+    assert [run.outcome for run in read_comparison(folder).runs] == outcomes
+    assert (folder / "comparison.html").is_file()
+
+
+def test_names_that_pandas_takes_for_none_and_a_seed_of_numpy(small):
+    del small["strategy"]
+    what = [{"name": name, "strategy": "fedavg"} for name in ("NA", "null")]
+    compared = tepal.compare(what, seeds=np.int64(3), **{**small, "rounds": 1})
+    assert compared.table.index.tolist() == ["NA", "null"] and compared.table["server_accuracy"].dtype == float
+    assert [run.config["seed"] for run in compared.runs] == [3, 3]
+
+
 def test_a_comparison_counts_the_bytes_until_a_target(small):
     del small["strategy"]
     slow = {"name": "slow", "strategy": "fedavg", "learning_rate": 1e-5}
@@ -298,6 +346,8 @@ def test_settings_may_be_paths_and_numbers_of_numpy(small):
     assert begun.config["learning-rate"] == 0.5
     again = tepal.simulate(resume=begun.path, rounds=2, clients=3, progress=False)
     assert again.path == begun.path and len(again.metrics) == 3
+    assert len(tepal.simulate(resume=begun.path, clients=3, progress=False).metrics) == 3
+    assert len(tepal.simulate(resume=begun.path, rounds=20, clients=3, progress=False).metrics) == 21
 
 
 def test_a_log_that_was_silenced_does_not_matter(small):

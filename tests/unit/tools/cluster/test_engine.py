@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load
 
 from tepal.host.superlink import RunError
-from tepal.records.run_directory import KEPT_IN, RunDirectory, RunInUse, held, read_config
+from tepal.records.run_directory import KEPT_IN, RunDirectory, RunInUse, find_run, held, read_config
 from tepal.server_app.config import read_run_config
 from tepal.tools.cluster import ahead as ahead_module
 from tepal.tools.cluster import engine as engine_module
@@ -102,7 +102,9 @@ def test_a_run_is_a_job_in_a_directory_that_is_made_here(engine, jobs, config, t
 def test_a_run_that_goes_on_has_its_own_directory_and_the_cache_of_its_folder(engine, jobs, config, tmp_path):
     run = RunDirectory.create(tmp_path / "runs", "fedavg", config).path
     engine.cache = tmp_path / "cache"
+    (tmp_path / "runs/latest").unlink()
     engine.run({**config, "resume": str(run)}, log=tmp_path / "a.log")
+    assert find_run(tmp_path / "runs") == run.resolve(), "it is the latest again"
     engine.run({**config, "resume": str(run)}, log=tmp_path / "a.log")
     first, second = jobs.all
     assert first.arguments(PLACE) == second.arguments(PLACE) and first.arguments(PLACE)["run"] == run.name

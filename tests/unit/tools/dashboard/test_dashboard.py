@@ -3,7 +3,10 @@
 import asyncio
 import json
 import re
+import shutil
 import socket
+import subprocess
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -11,6 +14,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from tepal.host.addresses import is_loopback
+from tepal.records.columns import bytes_text
 from tepal.records.round_record import BINS, RoundRecord
 from tepal.records.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirectory, held
 from tepal.report.run_page import write_report
@@ -391,3 +395,14 @@ def test_a_folder_is_listed_anew_when_a_run_appears(runs, at_once, monkeypatch):
     (run / "config.toml").write_text("not = [toml")
     folder._due = 0
     assert "unreadable" in json.loads(folder.changes(sent)[0])["html"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_the_table_of_clients_writes_bytes_as_every_other_place_does():
+    script = (Path(watched.__file__).parent / "assets/dashboard.js").read_text()
+    start = script.index("const write = {")
+    write = script[start : script.index("\n};", start) + 3]
+    numbers = [0, 7, 999, 1000, 9994, 9996, 99_960, 999_499, 999_999, 41_230_000, 1_500_000_000_000_000, 12.4e18]
+    show = f"{write}\nconsole.log(JSON.stringify({numbers}.map(write.bytes)))"
+    done = subprocess.run(["node", "-e", show], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [bytes_text(number) for number in numbers]

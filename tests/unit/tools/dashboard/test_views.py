@@ -9,9 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import RunDirectory, RunInUse, held, is_held
+from tepal.records.run_directory import RunDirectory, RunInUse, current_summary, held, is_held
+from tepal.report.run_files import RunFiles
 from tepal.server_app.config import defaults
+from tepal.tools.api.run import load
 from tepal.tools.cli.main import main
+from tepal.tools.compare.measured import measured
+from tepal.tools.compare.plan import ComparedRun
 from tepal.tools.dashboard import views
 from tests.comparisons import comparison_in, finish, leave_run, variants_in
 
@@ -72,11 +76,30 @@ def test_a_run_that_was_prolonged_and_killed_is_not_finished(runs):
     assert (facts["state"], facts["rounds"], facts["score"]) == ("interrupted", 3, 0.8)
 
 
+def test_of_a_run_that_was_prolonged_every_reader_has_the_rounds_so_far(runs):
+    run = leave_run(runs, "fedavg", rounds=2)
+    os.utime(run / "summary.json", (1, 1))
+    RunDirectory(run, {}).append(RoundRecord(round=3, accuracy=0.8, bytes_down=1, bytes_up=1))
+    compared = measured(ComparedRun("fedavg", 1, run), {})
+    for summary in (views.RunView(run).summary, RunFiles(run).summary, load(run).summary, compared.summary):
+        assert (summary["rounds"], summary["accuracy"]) == (3, 0.8)
+    assert RunFiles(run).written_summary is None
+
+
+def test_a_summary_does_not_count_while_its_run_goes_on(runs):
+    run = leave_run(runs, "fedavg", rounds=2)
+    assert current_summary(run)["rounds"] == 2
+    with held(run):
+        assert current_summary(run) is None and views.RunView(run).written_summary is None
+        assert RunFiles(run).written_summary["rounds"] == 2, "a run that has ended writes its report itself"
+
+
 def test_of_runs_that_ended_no_rounds_are_read(runs, monkeypatch):
     for number in range(3):
         named(leave_run(runs, "fedavg"), f"20260101-00000{number}-fedavg")
     read = []
-    monkeypatch.setattr("tepal.report.run_files.read_metrics", read.append)
+    for reader in ("tepal.report.run_files", "tepal.records.run_directory.reading"):
+        monkeypatch.setattr(f"{reader}.read_metrics", read.append)
     assert len(told("runs", runs)) == 3 and read == []
 
 

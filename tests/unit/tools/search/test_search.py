@@ -130,6 +130,38 @@ def test_an_interrupted_search_has_the_same_trials_as_one_that_is_not(tmp_path, 
     assert runs == {path.name for path in folder.glob("run-*")}, "the run that was cut off is removed"
 
 
+FEW = SearchPlan(2, 1000, {}, (SearchedVariant("A", {"strategy": "fedavg"}, {"local-epochs": Choices((1, 2))}),))
+"""Its third trial repeats the values of one before."""
+
+
+def test_a_search_that_is_killed_as_it_notes_a_repeated_trial_keeps_the_run_of_the_first(tmp_path, monkeypatch):
+    objective = Fake(tmp_path, lambda config: config["local-epochs"] / 10)
+    search(tmp_path, 2, objective, plan=FEW)
+    keep = VariantStudy._keep
+
+    def killed(self, trial, **values):
+        keep(self, trial, **values)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(VariantStudy, "_keep", killed)
+        search(tmp_path, 3, objective, plan=FEW)
+    found, _ = search(tmp_path, 3, objective, plan=FEW)
+    assert {trial.run for trial in found.trials} == {path.name for path in tmp_path.glob("run-*")}
+    assert len(found.trials) == 3 and (tmp_path / found.best["A"].run).is_dir()
+
+
+@pytest.mark.parametrize("name", [".", "..", "run-0/", "a/.."])
+def test_no_other_folder_is_removed_for_a_trial_that_was_cut_off(tmp_path, name):
+    folder = tmp_path / "search"
+    objective = Fake(folder, lambda config: config["local-epochs"] / 10)
+    search(folder, 1, objective, plan=FEW)
+    study = VariantStudy(folder / JOURNAL, FEW.variants[0], 1000, minimise=False)
+    study.begin(study.next_trial(), name)
+    found, _ = search(folder, 2, objective, plan=FEW)
+    assert [(folder / trial.run).is_dir() for trial in found.trials] == [True, True]
+
+
 def test_a_journal_whose_last_line_was_cut_off_is_read(tmp_path):
     whole, _ = search(tmp_path / "whole", 4)
     folder = tmp_path / "cut"
@@ -355,6 +387,11 @@ def test_the_score_is_that_of_the_clients_tests_after_the_last_round(tmp_path):
     for measure, rounds in (("clients_accuracy", 3), ("clients_rmse", 2)):
         with pytest.raises(RunError, match=rf"no {measure} after round {rounds}"):
             score_of(run, measure, rounds)
+    RunDirectory(run, {}).write_summary(ended_early=None)
+    with pytest.raises(RunError, match="no clients_accuracy after round 9"):
+        score_of(run, "clients_accuracy", 9)
+    RunDirectory(run, {}).write_summary(ended_early="3 evaluations without improvement")
+    assert score_of(run, "clients_accuracy", 9) == 0.6
 
 
 # --- with training --------------------------------------------------------------------------------------------------
