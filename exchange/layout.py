@@ -77,12 +77,15 @@ class Entry:
     def nbytes(self) -> int:
         """Bytes of its values. Raises ValueError for a dtype that NumPy does not have: the entry cannot be sent."""
         try:
-            return self.size * np.dtype(self.dtype).itemsize
-        except TypeError as error:
+            dtype = np.dtype(self.dtype)
+        except TypeError:
+            dtype = None
+        if dtype is None or dtype.isbuiltin != 1:  # other libraries may have added bfloat16 to NumPy's
             raise ValueError(
                 f"the entry {self.name!r} is {self.dtype}, which cannot be sent: make the model float32 "
                 '(model.float()). autocast="bf16" trains it in bfloat16, and wire-dtype="bfloat16" halves what is sent'
-            ) from error
+            )
+        return self.size * dtype.itemsize
 
     @property
     def index(self) -> tuple[slice, ...]:

@@ -25,15 +25,15 @@ _NAMED = 5  # most unreadable images in a message
 _GREY = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601), as in Pillow
 
 
-class UnreachableFileError(DataError):
+class _Unreachable(DataError):
     """An image's file cannot be read at all. It is not left out: another process may read it, and divide other data."""
 
 
 def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDArray[np.uint8]:
     """Read an image as (C, H, W), uint8, converted to `shape`, or else with 1 channel if it is grey and 3 if not.
 
-    Raises DataError if it is missing or not an image of 8 bits per channel, and UnreachableFileError if the file cannot
-    be read; the message begins with `name`, by default the file's.
+    Raises DataError if it is missing, cannot be read, or is not an image of 8 bits per channel; the message begins with
+    `name`, by default the file's.
     """
     name = name or str(file)
     try:
@@ -57,7 +57,7 @@ def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDA
     except Exception as error:  # Pillow's decoders raise many types
         # Of the system: Pillow's own have no number. A file that is missing is missing for all processes.
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-            raise UnreachableFileError(
+            raise _Unreachable(
                 f"{name}: cannot be read: {error.strerror}: check path, permissions and disk"
             ) from error
         raise DataError(f"{name}: not a readable image ({error}): remove or replace it") from error
@@ -93,8 +93,8 @@ def read_images(
         try:
             images.append(read(item))
             positions.append(position)
-        except UnreachableFileError as error:
-            raise UnreachableFileError(f"{where}: {error}") from error
+        except _Unreachable as error:
+            raise _Unreachable(f"{where}: {error}") from error
         except DataError as error:
             failures.append(str(error))
             if len(failures) > max(allowed, _NAMED):

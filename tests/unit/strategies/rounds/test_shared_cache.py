@@ -31,6 +31,7 @@ class Blocks:
     query_key = ("query", "key")
     value = ("value", "head", "bias")
     value_projection = ("value",)
+    buffers = ()
 
 
 def disk_use(folder):

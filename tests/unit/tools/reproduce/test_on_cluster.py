@@ -114,7 +114,7 @@ def test_what_is_wrong_with_the_code_and_ctrl_c_stop_all_jobs(machines, tmp_path
 @pytest.fixture
 def sent(monkeypatch, tmp_path):
     """Compute the trial `c` on a cluster; `sent.job` is what was sent, `sent.ends` is called in its place."""
-    monkeypatch.setattr(inputs_module, "_code", lambda _copy: None)
+    monkeypatch.setattr(inputs_module, "_code", lambda _copy: {})
     (tmp_path / "cifar10").mkdir()
     (tmp_path / "cifar10" / "x").write_text("ten")
     (tmp_path / "cifar100").mkdir()
