@@ -25,6 +25,7 @@ class Blocks:
     query_key = QUERY_KEY
     value = VALUE
     value_projection = ()
+    buffers = ()
     model = "a model of numpy arrays"
 
 
