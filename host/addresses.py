@@ -60,14 +60,24 @@ def _bind(host: str, port: str) -> int:
 
 
 def without_proxy(*hosts: str) -> dict[str, str]:
-    """Return NO_PROXY and no_proxy of this process, with this machine's loopback addresses and `hosts` added.
+    """Return NO_PROXY, no_proxy and no_grpc_proxy of this process, with its loopback addresses and `hosts` added.
 
-    A program may read only one of the two, so both get what is in either.
+    A program may read only one of the first two, so both get what is in either. "*", for no proxy at all, stays alone:
+    with others beside it, most programs read it as a host's name. gRPC always does, and reads the third name first.
     """
-    kept = (each.strip() for name in ("no_proxy", "NO_PROXY") for each in os.environ.get(name, "").split(","))
-    added = filter(_is_host, (host.strip("[]") for host in hosts))
-    text = ",".join(dict.fromkeys([*filter(None, kept), *_LOOPBACK, *added]))
-    return {"NO_PROXY": text, "no_proxy": text}
+    added = [*_LOOPBACK, *filter(_is_host, (host.strip("[]") for host in hosts))]
+    kept = _listed("no_proxy", "NO_PROXY")
+    text = "*" if "*" in kept else _joined(kept, added)
+    return {"NO_PROXY": text, "no_proxy": text, "no_grpc_proxy": _joined(_listed("no_grpc_proxy") or kept, added)}
+
+
+def _listed(*names: str) -> list[str]:
+    """The entries of environment variables, which are separated by commas."""
+    return [entry for name in names for each in os.environ.get(name, "").split(",") if (entry := each.strip())]
+
+
+def _joined(kept: list[str], added: list[str]) -> str:
+    return ",".join(dict.fromkeys([*kept, *added]))
 
 
 def _is_host(text: str) -> bool:
@@ -80,8 +90,15 @@ def _is_host(text: str) -> bool:
         return False
 
 
-def unused_proxy() -> str:
-    """Return a clause for messages that names the environment's proxy, which was not used; "" without a proxy."""
+def unused_proxy(host: str) -> str:
+    """Return a clause for messages: the environment's proxy was not used for `host`; "" if it has none for it."""
+    from urllib.request import proxy_bypass_environment  # slow to import, and only for an error
+
+    host = host.strip("[]")
+    # `host` itself may be what `without_proxy` added.
+    excepted = ",".join(each for each in _listed("no_proxy", "NO_PROXY") if each != host)
+    if is_loopback(host) or proxy_bypass_environment(host, {"no": excepted}):
+        return ""
     for name in _PROXIES:
         if proxy := os.environ.get(name):
             # An address may begin with user and password.

@@ -345,7 +345,7 @@ def clock(superlink: str, certificates: Path | None = None, site: Path | None = 
             date = client.get(url).headers.get("Date")
             answered = time.time()
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-        said = f"{str(error) or type(error).__name__}{unused_proxy()}"
+        said = f"{str(error) or type(error).__name__}{unused_proxy(superlink.rpartition(':')[0])}"
         return Finding("clock", PROBLEM, f"{url} does not answer: {said}", remedy)
     if not date:
         return Finding("clock", SKIPPED, f"the answer of {url} has no Date header", "compare the clocks by hand")

@@ -207,7 +207,7 @@ def _explained(address: str, refused: type[FleetError] = FleetError) -> Iterator
             what = f"the server at {address} is not a SuperLink with TLS"
         else:
             what = f"no SuperLink answers at {address}"
-            said += unused_proxy()
+            said += unused_proxy(address.rpartition(":")[0])
         raise Unreachable(f"{what} ({said})") from error
     except ValueError as error:  # the client's, for an invalid response
         raise Unreachable(f"the server at {address} is not a SuperLink ({error})") from error

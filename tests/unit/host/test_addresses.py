@@ -4,8 +4,10 @@ import errno
 import re
 import socket
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import grpc
 import httpx
 import pytest
 from flwr.proto.control_pb2 import ListRunsRequest, ListRunsResponse
@@ -19,7 +21,7 @@ PROXIES = [f"{scheme}_proxy" for scheme in ("http", "https", "all")]
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch):
-    for name in (*PROXIES, "no_proxy"):
+    for name in (*PROXIES, "no_proxy", "no_grpc_proxy"):
         for each in (name, name.upper()):
             monkeypatch.setenv(each, "")  # so that the environment is restored whatever a test does to it
             monkeypatch.delenv(each)
@@ -97,10 +99,42 @@ def test_what_is_no_host_is_never_added(monkeypatch, host):
 
 @pytest.mark.parametrize("value", ["http://proxy.example.org:3128", "http://user:p@ss@proxy.example.org:3128"])
 def test_a_message_names_the_proxy_that_was_not_used_without_its_password(monkeypatch, value):
-    assert unused_proxy() == ""
+    assert unused_proxy("fleet.example.org") == ""
     monkeypatch.setenv("HTTPS_PROXY", value)
-    said = unused_proxy()
+    said = unused_proxy("fleet.example.org")
     assert "proxy.example.org:3128" in said and "HTTPS_PROXY" in said and "ss@" not in said and "user" not in said
+
+
+@pytest.mark.parametrize(
+    ("excepted", "host"),
+    [("", "127.0.0.1"), ("", "[::1]"), ("*", "fleet.example.org"), ("example.org", "fleet.example.org")],
+)
+def test_a_proxy_that_is_not_for_a_host_is_not_named(monkeypatch, excepted, host):
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example.org:3128")
+    monkeypatch.setenv("NO_PROXY", excepted)
+    assert unused_proxy(host) == ""
+
+
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+def test_an_asterisk_keeps_meaning_no_proxy_and_grpc_asks_this_machine_directly(server, monkeypatch, name):
+    proxy, through = server()
+    monkeypatch.setenv("http_proxy", f"http://{proxy}")
+    monkeypatch.setenv(name, "*")
+    for each, value in without_proxy("10.0.0.7").items():
+        monkeypatch.setenv(each, value)
+    assert all(urllib.request.proxy_bypass(host) for host in ("elsewhere.example.org", "10.0.0.7"))
+    httpx.Client().close()
+    with grpc.insecure_channel(f"127.0.0.1:{free_port()}") as channel, pytest.raises(grpc.RpcError):
+        channel.unary_unary("/tepal/Ask")(b"", timeout=10)
+    assert through == []
+
+
+@pytest.mark.parametrize("own", ["", "inner.example.org"])
+def test_grpc_keeps_a_list_of_its_own(monkeypatch, own):
+    monkeypatch.setenv("no_proxy", "intranet.example.org")
+    monkeypatch.setenv("no_grpc_proxy", own)
+    hosts = without_proxy("10.0.0.7")["no_grpc_proxy"].split(",")
+    assert hosts == [own or "intranet.example.org", "127.0.0.1", "localhost", "::1", "10.0.0.7"]
 
 
 # ---- ports -------------------------------------------------------------------------------------------------------

@@ -870,7 +870,9 @@ def test_a_superlink_whose_port_is_taken_meanwhile_is_started_when_it_is_free(tm
 @pytest.mark.parametrize("asked", ["provision", "doctor"])
 def test_where_no_server_answers_the_proxy_that_was_not_used_is_named(monkeypatch, asked):
     monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example.org:3128")
-    address = f"127.0.0.1:{free_port()}"
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    address = "fleet.invalid:9093"
     if asked == "doctor":
         said = clock(address).found
     else:
