@@ -33,17 +33,20 @@ def why_taken(address: str, patience: float) -> str:
     """
     host, _, port = address.rpartition(":")
     end = time.monotonic() + patience
-    while (problem := _bind(host.strip("[]"), port)) == errno.EADDRINUSE and time.monotonic() < end:
+    while (problem := binding_error(host, port)) == errno.EADDRINUSE and time.monotonic() < end:
         time.sleep(_RETRY)
     if problem == errno.EACCES:
         return f"this user may not listen on port {port}, as on most ports below 1024"
     return f"port {port} is used by another program, which `ss -ltnp 'sport = {port}'` shows" if problem else ""
 
 
-def _bind(host: str, port: str) -> int:
-    """Bind each address of a host for an instant; return EADDRINUSE or EACCES if that is why one cannot be, else 0."""
+def binding_error(host: str, port: str | int) -> int:
+    """Bind each address of a host for an instant; return EADDRINUSE or EACCES if that is why one cannot be, else 0.
+
+    An empty host is all addresses of this machine.
+    """
     try:
-        places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        places = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         return 0
     for family, kind, protocol, _, place in places:

@@ -130,11 +130,11 @@ def run(
         own = read_site(site) if site else None
         of_site = {"name": own.name, **own.node_config} if own else {}
         # Not read by typer, which would split the text at every space.
-        given = node_config or [os.environ.get("TEPAL_NODE_CONFIG", "")]
-        of_node = {**of_site, **with_absolute_paths(parse_run_config(filter(None, given)))}
+        given = parse_run_config(filter(None, node_config or [os.environ.get("TEPAL_NODE_CONFIG", "")]))
         data = os.environ.get("TEPAL_NODE_DATA")
-        if data and not {"data-path", "partition-id"} & of_node.keys():
-            of_node["data-path"] = data
+        if data and not {"data-path", "partition-id"} & {*of_site, *given}:
+            given = {**given, "data-path": data}
+        of_node = {**of_site, **with_absolute_paths(given)}
         settings = NodeSettings(
             superlink=superlink or (own.superlink if own else "127.0.0.1:9092"),
             root_certificates=own.root_certificates if own else root_certificates,

@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import shutil
-import socket
 import ssl
 import stat
 import subprocess
@@ -31,7 +30,7 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
-from tepal.host.addresses import unused_proxy
+from tepal.host.addresses import binding_error, unused_proxy
 from tepal.host.flower.patches import FLOWER
 from tepal.host.limits import Limits
 from tepal.host.site import ProvisionError, SiteCredentials, days_left, read_certificate, read_site
@@ -215,21 +214,17 @@ def check_ports(named: Sequence[int]) -> Iterator[Finding]:
     """Check that ports are free. A server may be running on its default ports."""
     for port in named or SERVER_PORTS:
         check = f"port {port}"
-        try:
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
-                probe.bind(("0.0.0.0", port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                remedy = "choose a port above 1023, or allow this user to use it"
-                yield Finding(check, PROBLEM, f"cannot be used: {error.strerror}", remedy)
-            elif named:
-                remedy = f"stop the program that `ss -ltnp 'sport = {port}'` shows, or choose another port"
-                yield Finding(check, PROBLEM, "in use by another program", remedy)
-            else:
-                found = "in use, perhaps by a running `tepal server`"
-                remedy = f"`ss -ltnp 'sport = {port}'` shows the program; a second server needs another port"
-                yield Finding(check, WARNING, found, remedy)
+        problem = binding_error("", port)
+        if problem == errno.EACCES:
+            remedy = "choose a port above 1023, or allow this user to use it"
+            yield Finding(check, PROBLEM, f"cannot be used: {os.strerror(problem)}", remedy)
+        elif problem and named:
+            remedy = f"stop the program that `ss -ltnp 'sport = {port}'` shows, or choose another port"
+            yield Finding(check, PROBLEM, "in use by another program", remedy)
+        elif problem:
+            found = "in use, perhaps by a running `tepal server`"
+            remedy = f"`ss -ltnp 'sport = {port}'` shows the program; a second server needs another port"
+            yield Finding(check, WARNING, found, remedy)
         else:
             yield Finding(check, OK, "free")
 

@@ -147,6 +147,11 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
                 f"{server.folder} has no {path.name}: expected ca.crt, server.crt, server.key and nodes/NAME.pub, as "
                 "`tepal provision make` writes them"
             )
+    try:
+        server.node_keys()
+        server.revoked_keys()
+    except OSError as error:
+        raise ServerError(str(closed(Path(error.filename or server.folder)))) from error
     warnings = []
     renew = "`tepal provision renew FOLDER --server` makes a new one"
     anew = "A new deployment is needed, with new archives for all sites: `tepal provision make`"  # renewal keeps ca.crt

@@ -114,6 +114,7 @@ class Supervisor:
         for address, option in (f"{settings.host}:{settings.port}", "--port"), (settings.fleet, "--fleet-api-address"):
             if why := why_taken(address, _FREE):
                 raise refusal(f"{why}: choose another with {option}, or free this one")
+            self.journal.beat()  # each may have taken the longest time
 
     def _serve_once(self) -> None:
         """Run a SuperLink until its end raises ProcessError."""

@@ -27,6 +27,9 @@ def write_app(folder: Path) -> list[Path]:
     package = name.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or keyword.iskeyword(package):
         raise ValueError(f"{name!r} cannot be the name of a Python package: use letters, digits, - and _")
+    ignored = (TEMPLATE / "gitignore").read_text(encoding="utf-8").splitlines()
+    if f"/{package}/" in ignored:
+        raise ValueError(f"{name!r} is the name of a folder that commands write into an app: choose another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder: choose another name")
     if package in sys.stdlib_module_names or _is_elsewhere(package, folder):

@@ -54,7 +54,8 @@ def site_manifests(site: SiteSecret, own: SiteOptions, options: Options) -> tupl
 
 def _node_config(site: SiteSecret, own: SiteOptions) -> dict[str, bool | int | float | str]:
     """Return what the pod adds to the node config in site.toml."""
-    where = {} if own.no_data or "data-path" in site.node_config else {"data-path": f"{_DATA}/site.npz"}
+    placed = {"data-path", "partition-id"} & {*site.node_config, *own.node_config}
+    where = {} if own.no_data or placed else {"data-path": f"{_DATA}/site.npz"}
     return {**where, **own.node_config}
 
 

@@ -1,6 +1,7 @@
 """`tepal node` on the command line: what it refuses, and what `status` and `drain` end with."""
 
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -99,10 +100,17 @@ def test_a_node_config_of_the_environment_is_taken_unless_one_is_given(settings)
 def test_the_data_path_of_compose_is_for_sites_that_have_none(settings, tmp_path, of_site, given, expected):
     environment = yaml.safe_load((ROOT / "docker/common.yml").read_text())["services"]["client"]["environment"]
     environment = {key: re.sub(r"\$\{\w+:?-(.*)\}", r"\1", value) for key, value in environment.items()}
-    assert environment["TEPAL_NODE_CONFIG"] == ""
+    assert (environment["TEPAL_NODE_CONFIG"], environment["TEPAL_NODE_DATA"]) == ("", "/data/site.npz")
     made = make(tmp_path / "fleet", hosts=["x"], sites=["north"], node_config=of_site, unpacked=True)
     done = run("--site", str(made.unpacked("north")), **{**environment, "TEPAL_NODE_CONFIG": given})
     assert done.exit_code == 0, done.output
+    assert settings[0].node_config.get("data-path") == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [("site.npz", "/sites/north/site.npz"), ("/d/x", "/d/x"), ("", None)])
+def test_the_data_path_of_the_environment_is_absolute_and_may_be_none(settings, monkeypatch, given, expected):
+    monkeypatch.setattr(Path, "absolute", lambda path: Path("/sites/north") / path)
+    assert run("--insecure", TEPAL_NODE_DATA=given).exit_code == 0
     assert settings[0].node_config.get("data-path") == expected
 
 

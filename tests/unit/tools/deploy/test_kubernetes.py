@@ -388,6 +388,20 @@ def test_a_sites_own_data_path_stays(tmp_path):
         assert config["TEPAL_NODE_CONFIG"] == expected
 
 
+@pytest.mark.parametrize(
+    ("of_site", "more", "expected"),
+    [
+        ({"partition-id": 3}, (), ""),
+        ({}, ("--node-config", "partition-id=3 num-partitions=9"), "partition-id=3 num-partitions=9"),
+    ],
+)
+def test_a_site_that_takes_its_part_of_a_data_set_has_no_data_path(tmp_path, of_site, more, expected):
+    made = make(tmp_path / "fl", hosts=["fl.example.org"], sites=["north"], node_config=of_site, unpacked=True)
+    files = rendered(made.folder, tmp_path / "k8s", *DATA, *more)
+    (config,) = [one["data"] for one in files["sites/north.yaml"] if one["kind"] == "ConfigMap"]
+    assert config["TEPAL_NODE_CONFIG"] == expected
+
+
 # Secrets --------------------------------------------------------------------------------------------------------------
 
 

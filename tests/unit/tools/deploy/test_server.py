@@ -656,6 +656,20 @@ def test_a_folder_of_revoked_keys_that_is_closed_changes_nothing(folder, caplog,
     assert fleet.names() == ["site-0", "site-1"]
 
 
+@pytest.mark.parametrize("closed", ["nodes", "revoked"])
+def test_a_server_does_not_start_with_a_folder_of_keys_that_is_closed(folder, monkeypatch, closed):
+    path, listed = getattr(folder, closed), Path.iterdir
+
+    def refuse(asked):
+        if asked == path:
+            raise PermissionError(13, "Permission denied", str(asked))
+        return listed(asked)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ServerError, match=f"{path} cannot be read by this user .*chown"):
+        check_credentials(folder, "localhost", datetime.now(UTC))
+
+
 def test_nobody_is_revoked_when_the_folder_or_a_file_cannot_be_read(folder, caplog):
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
