@@ -251,8 +251,8 @@ def current_summary(run: Path, running: bool | None = None) -> dict[str, Any] | 
         newer = (run / METRICS).stat().st_mtime_ns > (run / SUMMARY).stat().st_mtime_ns
     except FileNotFoundError:
         return summary
-    # A copy of a run may have its files in any order of time.
-    return None if newer and summarise(read_metrics(run), {})["rounds"] > (summary.get("rounds") or 0) else summary
+    # A copy of a run may have its files in any order of time. A run that went back has fewer rounds.
+    return None if newer and summarise(read_metrics(run), {})["rounds"] != (summary.get("rounds") or 0) else summary
 
 
 _LARGEST = 1e300  # as of `from_values`

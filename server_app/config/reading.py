@@ -107,11 +107,14 @@ def open_run(
     return read_run_config(_resumed(news, as_of_now(directory.config), {*given, *named}), clients, warn=warn), directory
 
 
+_WARMUP = "fedfrozen.warmup-rounds"  # its default is replaced by a number of rounds, which a run keeps
+
+
 def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
     """Return the run config of a resumed run: the saved one, with new values of keys in `CHANGEABLE`.
 
     Flower adds the defaults of all keys that the user leaves out, so a key with its default counts as left out, unless
-    it is named.
+    it is named. That of `_WARMUP` always does: it stands for what the run has.
 
     Args:
         values: run config of the Flower run that resumes.
@@ -126,7 +129,7 @@ def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any], named: Collecti
         key: value
         for key, value in values.items()
         if key not in ("runs", "resume", "resume-with")
-        and (value != usual.get(key) or key in named)
+        and (value != usual.get(key) or key in named and key != _WARMUP)
         and value != kept.get(key, usual.get(key))
     }
     if fixed := [key for key in given if key not in CHANGEABLE]:

@@ -266,12 +266,19 @@ _FROM_PADDING = (
 def _positions(model: Mapping[str, Any]) -> int:
     """Return the most tokens of a text, by the configuration of a model of transformers; 0 if it sets no limit."""
     family = model.get("model_type")
-    if not model.get("position_biased_input", True):
-        return 0  # DeBERTa with relative positions alone
+    if not model.get("position_biased_input", True) or _is_rotary(model):
+        return 0  # DeBERTa with relative positions alone, and models that compute a position's rotation
     most = model.get("n_positions" if family == "gpt2" else "max_position_embeddings")
     if not isinstance(most, int) or most < 1:
         return 0
     return most - ((model.get("pad_token_id", 1) or 0) + 1 if family in _FROM_PADDING else 0)
+
+
+def _is_rotary(model: Mapping[str, Any]) -> bool:
+    """Return whether positions are rotations. They have no table, so `max_position_embeddings` is no limit."""
+    named = any("rope_" in key or "rotary_emb" in key for key in model)
+    # The first LLaMA's configuration does not say it.
+    return named or model.get("model_type") == "llama" or model.get("position_embedding_type") == "rotary"
 
 
 def _sizes_of_texts(classes: int, config: InputConfig) -> dict[str, Any]:

@@ -277,6 +277,17 @@ def test_a_run_of_an_earlier_version_without_a_unit_is_resumed_with_absolute_dis
         open_run({**given, "resume": str(later.path), "fedamp.unit": "absolute"})
 
 
+def test_a_resumed_run_keeps_the_warmup_that_its_rounds_gave(tmp_path):
+    kept = read_run_config({"strategy": "fedfrozen", "num-server-rounds": 20}).flat
+    values = {**defaults(), "resume": str(RunDirectory.create(tmp_path, "fedfrozen", kept).path)}
+    key, more = "fedfrozen.warmup-rounds", {**values, "num-server-rounds": 50}
+    for named in (set(), {key}, {key, "num-server-rounds"}):
+        assert open_run(more, given=named)[0].flat == {**kept, "num-server-rounds": 50, "resume": values["resume"]}
+    assert open_run({**more, key: 6}, given={key})[0].fedfrozen.warmup_rounds == 6
+    with pytest.raises(ConfigError, match=r"cannot change .* fedfrozen.warmup-rounds=15 \(the run has 6\)"):
+        open_run({**more, key: 15}, given={key})
+
+
 def test_a_resumed_run_takes_defaults_that_are_known_to_be_given(tmp_path):
     kept = read_run_config({"strategy": "fedavg", "num-server-rounds": 9, "patience": 3}).flat
     values = {**defaults(), "resume": str(RunDirectory.create(tmp_path, "fedavg", kept).path)}

@@ -3,12 +3,12 @@
 The choices are in one column, as a list, as {"text": […], "label": […]} or as a list of {"text": …, "label": …} (ARC,
 OpenBookQA), or each in a column of its own (PIQA: `choices-column="sol1,sol2"`). The right one is given by its
 position from 0 on, its label, its letter (A is the first), or its text. Texts may be numbers: whether a column's
-answers are positions or texts is decided for all its rows together.
+answers are positions or texts is decided for all its rows together, those of training and test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,14 @@ Choices = tuple[str, ...]
 
 
 def choices_of(
-    columns: Sequence[Sequence[Any]], answers: Sequence[Any], where: str
+    columns: Sequence[Sequence[Any]], answers: Sequence[Any], place: Callable[[int], str]
 ) -> tuple[tuple[Choices, ...], NDArray[np.int64]]:
     """Return the choices of n questions, and the position of each right one (n,).
 
     Args:
         columns: one column with all choices of a question, or one column per choice.
         answers: n answers, as in the table.
-        where: the table, for messages.
+        place: returns where a row is, for messages.
 
     Raises:
         DataError: a question has fewer than two choices, a choice is not text, or an answer is not among them; or all
@@ -39,20 +39,23 @@ def choices_of(
         cells = [column[row] for column in columns]
         choices, labels = _choices_in(cells[0] if len(cells) == 1 else cells)
         if len(choices) < 2 or not all(isinstance(choice, str) and choice.strip() for choice in choices):
-            raise DataError(f"{where}: row {row + 1}: has the choices {list(choices)!r:.80}: give at least two texts")
+            raise DataError(f"{place(row)}: has the choices {list(choices)!r:.80}: give at least two texts")
         found.append(choices)
         labels_of.append(labels)
-    as_texts = _are_texts(answers, found, labels_of, where)
+    as_texts = _are_texts(answers, found, labels_of, place)
     positions = [
         choices.index(str(answer).strip()) if as_texts and str(answer).strip() not in labels
-        else _position(answer, choices, labels, f"{where}: row {row + 1}")
+        else _position(answer, choices, labels, place(row))
         for row, (answer, choices, labels) in enumerate(zip(answers, found, labels_of, strict=True))
     ]  # fmt: skip
     return tuple(found), np.array(positions, dtype=np.int64)
 
 
 def _are_texts(
-    answers: Sequence[Any], found: Sequence[Choices], labels_of: Sequence[Sequence[str]], where: str
+    answers: Sequence[Any],
+    found: Sequence[Choices],
+    labels_of: Sequence[Sequence[str]],
+    place: Callable[[int], str],
 ) -> bool:
     """Return whether all answers that are no labels are texts of choices, and some are no positions.
 
@@ -67,7 +70,7 @@ def _are_texts(
     for row, text in rows:
         if found[row].index(text) != int(text):
             raise DataError(
-                f"{where}: row {row + 1}: the answer {text!r} is a position from 0 on and also the text of another "
+                f"{place(row)}: the answer {text!r} is a position from 0 on and also the text of another "
                 "choice, and so it is in all rows: write the right choices as letters (A is the first)"
             )
     return False

@@ -10,7 +10,8 @@ from tepal.client_app.app import app
 from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.training.data import DataConfig, DataError, load_client_texts
+from tepal.training.data import DataConfig, DataError, held_out, load_client_texts
+from tepal.training.data.examples import Texts
 from tepal.training.data.formats.choices import choices_of
 from tepal.training.data.inputs import InputConfig, client_inputs, held_out_inputs, sizes
 from tepal.training.data.tokens import CHOICE, CONTEXT
@@ -60,15 +61,33 @@ def test_the_right_choice_may_be_told_in_several_ways(tmp_path, answers):
 
 
 def test_texts_that_are_numbers_are_no_positions():
+    def place(row):
+        return f"t: row {row + 1}"
+
     choices = [["2", "3", "4", "5"], ["10", "20", "1", "0"]]
-    assert choices_of([choices], ["3", "20"], "t")[1].tolist() == [1, 1]
-    assert choices_of([choices], [3, 1], "t")[1].tolist() == [3, 1], "numbers are positions"
-    assert choices_of([choices], ["3", "2"], "t")[1].tolist() == [3, 2], "2 is no choice of the second row"
-    assert choices_of([[["0", "1"]]], ["1"], "t")[1].tolist() == [1], "both are the same"
+    assert choices_of([choices], ["3", "20"], place)[1].tolist() == [1, 1]
+    assert choices_of([choices], [3, 1], place)[1].tolist() == [3, 1], "numbers are positions"
+    assert choices_of([choices], ["3", "2"], place)[1].tolist() == [3, 2], "2 is no choice of the second row"
+    assert choices_of([[["0", "1"]]], ["1"], place)[1].tolist() == [1], "both are the same"
     with pytest.raises(DataError, match=r"^t: row 2: the answer '0' is a position .*: write .* as letters"):
-        choices_of([[["2", "1"], ["1", "0"]]], ["1", "0"], "t")
+        choices_of([[["2", "1"], ["1", "0"]]], ["1", "0"], place)
     own = [{"text": ["3", "1", "2"], "label": ["1", "2", "3"]}, ["7", "8"]]
-    assert choices_of([own], ["1", "8"], "t")[1].tolist() == [0, 1], "the choices' own labels come first"
+    assert choices_of([own], ["1", "8"], place)[1].tolist() == [0, 1], "the choices' own labels come first"
+
+
+def test_the_parts_of_a_data_set_are_decided_together(tmp_path):
+    """The test rows alone could be positions: 1 is the second choice. The training rows show that they are texts."""
+    parts = {"train": [(["2", "3", "4"], "4"), (["10", "20", "1"], "20")], "test": [(["1", "0"], "1")]}
+    for part, rows in parts.items():
+        lines(
+            tmp_path / f"{part}.jsonl",
+            [{"question": f"{part} {row}", "choices": c, "answer": a} for row, (c, a) in enumerate(rows)],
+        )
+    config = {"dataset": str(tmp_path), "text-column": "question", "choices-column": "choices"}
+    found = read({**config, "label-column": "answer"})
+    held = held_out(DataConfig.from_run_config({**config, "label-column": "answer"}), Texts)
+    assert found == {"train 0": (("2", "3", "4"), 2), "train 1": (("10", "20", "1"), 1)}
+    assert (held.choices, held.labels.tolist()) == ((("1", "0"),), [0])
 
 
 def test_choices_may_have_labels_of_their_own(tmp_path):

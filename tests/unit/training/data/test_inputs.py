@@ -176,6 +176,27 @@ def test_texts_longer_than_the_models_positions_are_refused(table, bert, changed
             held_out_inputs(texts.model_copy(update={"text_length": given}))
 
 
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "num_key_value_heads": 1},
+        {"model_type": "mistral", "architectures": ["MistralForSequenceClassification"], "num_key_value_heads": 1,
+         "rope_theta": 10000.0, "sliding_window": None},
+        {"model_type": "gpt_neox", "architectures": ["GPTNeoXForSequenceClassification"], "rotary_emb_base": 10000},
+    ],
+    ids=lambda config: config["model_type"],
+)  # fmt: skip
+def test_rotary_positions_take_longer_texts(table, bert, rotary):
+    with open(f"{bert}/config.json", "w") as file:
+        json.dump({**BERT, **rotary}, file)
+    most = BERT["max_position_embeddings"]
+    values = held_out_inputs(of_texts(table, bert).model_copy(update={"text_length": 2 * most})).values
+    values = np.concatenate([values] * 4, -1)[:, : 2 * most]  # no padding, also where texts are short
+    with torch.no_grad():
+        logits = build(bert, classes=2, seed=0)(torch.from_numpy(values).long())
+    assert values.shape[1] == 2 * most and torch.isfinite(logits).all()
+
+
 def test_a_tokenizer_that_is_not_there_is_refused_at_the_site(table, bert, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(TokenizerError, match=r"tokenizer='nobody/none' is not a local directory"):
