@@ -24,7 +24,8 @@ _ROUNDS = "num-server-rounds"
 class TimeLeft:
     """An estimate of the time until all trials are computed, by the time per round of those that are.
 
-    A trial is estimated by those of the same strategy, if any is computed, else by all.
+    A trial is estimated by those of the same strategy, if any is computed, else by all. One that all others need, as a
+    pretraining, is like none of them, and is not used.
 
     Args:
         trials: of the experiment.
@@ -39,11 +40,20 @@ class TimeLeft:
         self._trials = {trial.name: trial for trial in trials}
         self._computed, self._left, self._at_once = dict(computed), set(left), at_once
         self._begun: dict[str, float] = {}
+        self._unlike = set.intersection(*({trial.name, *trial.needs} for trial in trials)) if len(trials) > 1 else set()
 
     @property
     def known(self) -> bool:
         """Whether there is anything to estimate by."""
-        return bool(self._computed or self._begun)
+        return bool(self._durations())
+
+    def _durations(self) -> dict[str, float]:
+        """Seconds of the trials to estimate by: of those that are computed, else of those in progress."""
+        computed, begun = (
+            {name: seconds for name, seconds in of.items() if name not in self._unlike}
+            for of in (self._computed, self._begun)
+        )
+        return computed or begun
 
     def waits_for(self, name: str) -> bool:
         """Whether a trial is still to be computed."""
@@ -61,7 +71,7 @@ class TimeLeft:
 
     def seconds(self) -> float | None:
         """The estimate, in seconds; None if it is not known."""
-        durations = self._computed or self._begun
+        durations = self._durations()
         if not durations or not self._left:
             return None
         by_strategy: dict[str, list[str]] = {}

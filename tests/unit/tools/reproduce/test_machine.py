@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -177,6 +178,19 @@ def test_trials_that_were_kept_count_and_others_run_beside_each_other():
     few = TimeLeft(trials, {"t0": 7_200.0}, ["t1"], at_once=4)
     assert few.seconds() == pytest.approx(7_200)
     assert TimeLeft(trials, {"t0": 30.0}, ["t1"], at_once=1).text() == "", "below a minute"
+
+
+@pytest.mark.parametrize("needed_by", [3, 2])
+def test_a_pretraining_that_all_others_need_tells_nothing_about_them(needed_by):
+    others = [replace(rounds_of(f"t{k}", 10), needs=("first",) * (k < needed_by)) for k in range(3)]
+    left = TimeLeft([rounds_of("first", 6), *others], {}, ["first", "t0", "t1", "t2"], at_once=1)
+    left.begun("first", 300.0)
+    assert left.known == (needed_by < 3)
+    left.ended("first", 1_800.0)
+    assert left.known == bool(left.text()) == (needed_by < 3)
+    left.begun("t0", 12.0)
+    left.ended("t1", 120.0)
+    assert left.known and (left.text() == "about 4 minutes left (2 trials)") == (needed_by == 3)
 
 
 def test_an_estimate_is_logged_after_two_rounds_and_then_at_intervals(tmp_path, monkeypatch):
