@@ -129,7 +129,7 @@ def _resumed(values: Mapping[str, Any], kept: Mapping[str, Any], named: Collecti
         key: value
         for key, value in values.items()
         if key not in ("runs", "resume", "resume-with")
-        and (value != usual.get(key) or key in named and key != _WARMUP)
+        and (value != usual.get(key) or (key in named and key != _WARMUP))
         and value != kept.get(key, usual.get(key))
     }
     if fixed := [key for key in given if key not in CHANGEABLE]:
