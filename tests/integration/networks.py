@@ -6,6 +6,7 @@ The networks exist in these namespaces only, and end with the processes that hol
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -43,6 +44,11 @@ class Machine:
     def set_cable(self, state: str) -> None:
         """Cut the cable ("down") or mend it ("up"). Connections stay open: both ends wait for answers."""
         _run(*_enter(self._holder), "ip", "link", "set", _CABLE, state)
+
+    def kill(self) -> None:
+        """Kill all that runs there at once, as a power cut does; nobody is told."""
+        self.set_cable("down")
+        os.kill(self._holder, signal.SIGKILL)
 
 
 @contextmanager

@@ -21,11 +21,13 @@ from tepal.tools.cluster.machine import JOB
 
 _LOOPBACK = "127.0.0.1"
 _STORE_BYTES = 200 * 2**20
-# Nodes are found to be dead after some seconds, not after half a minute.
-_SETTINGS = {
+WATCHFUL = {
     "RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "5000", "RAY_health_check_failure_threshold": "3", "RAY_worker_niceness": "0",
 }  # fmt: skip
+"""Settings of Ray with which a node is found to be dead after some seconds, not after half a minute."""
+RESENT = ("down", "bytes_total", "bytes_vs_fedavg", "bytes_to_target", "plain_vs_fedavg")
+"""Columns of runs.csv of which a run that goes on with another machine has more: clients have lost their caches."""
 
 
 def python_without_tepal(folder: Path) -> Path:
@@ -128,7 +130,7 @@ class RayCluster:
         with contextlib.ExitStack() as opened:
             log = self.folder / f"{self._made}.log"
             process = opened.enter_context(
-                started(command, log=log, env=environment | _SETTINGS, cwd=files, name="Ray", grace=3)
+                started(command, log=log, env=environment | WATCHFUL, cwd=files, name="Ray", grace=3)
             )
             if wait:
                 wait_for_log(process, "Ray runtime started", 90)

@@ -16,7 +16,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from tepal.host.processes import Process, free_port, started
-from tests.integration.ray_cluster import RayCluster, RayNode, ray_cluster, seen_nodes
+from tests.integration.ray_cluster import RESENT, RayCluster, RayNode, ray_cluster, seen_nodes
 from tests.lines import read_lines
 from tests.packages import ROOT
 
@@ -116,10 +116,6 @@ def rows_of(file: Path, *left_out: str) -> list[dict[str, str]]:
 def tables_of(folder: Path, *left_out: str) -> dict[str, list[dict[str, str]]]:
     own = ("seconds", "overhead", *left_out)  # random ids are in manifests and headers, and compress to any length
     return {name: rows_of(folder / name, *own) for name in ("runs.csv", "comparison.csv")}
-
-
-RESENT = ("down", "bytes_total", "bytes_vs_fedavg", "bytes_to_target", "plain_vs_fedavg")
-"""What a run that goes on with another machine has more of: clients have lost their caches."""
 
 
 @pytest.fixture(scope="module")

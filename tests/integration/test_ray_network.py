@@ -1,4 +1,4 @@
-"""A command on a Ray cluster loses no run when its network is cut for a while."""
+"""A command on a Ray cluster loses no run when its network is cut for a while, or when a machine is killed."""
 
 import csv
 import os
@@ -13,6 +13,7 @@ import pytest
 
 from tepal.host.processes import Process, started, wait_for_log
 from tests.integration.networks import Machine, machines
+from tests.integration.ray_cluster import RESENT, WATCHFUL
 from tests.packages import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.slow]
@@ -26,8 +27,12 @@ HASTY = {
     "RAY_health_check_timeout_ms": "2000",
 }  # fmt: skip
 HEAD = ("--head", f"--port={PORT}", "--num-cpus=1", "--include-dashboard=false")
-COMPARE = ("compare", ".", "--strategies", "fedavg,fedfrozen,selective", "--clients", "3")
-CONFIG = 'pretrained="tiny-vit-digits" local-epochs=1 deterministic=true num-server-rounds=8'
+COMPARE = ("compare", ".", "--strategies", "fedavg,fedfrozen,selective", "--clients", "3", "-c", "num-server-rounds=8")
+EIGHT = (
+    "compare", ".", "--strategies", "fedavg,fedfrozen,selective,fedacs", "--seeds", "1,2", "--clients", "3", "-c",
+    "num-server-rounds=5",
+)  # fmt: skip
+CONFIG = 'pretrained="tiny-vit-digits" local-epochs=1 deterministic=true'
 
 
 @contextmanager
@@ -66,11 +71,12 @@ def finished(process: Process, seconds: float = 300) -> str:
     return process.log.read_text()
 
 
-def scores_in(folder: Path) -> list[dict[str, str]]:
+def scores_in(folder: Path, *left_out: str) -> list[dict[str, str]]:
     (file,) = folder.glob("runs/*-compare/runs.csv")
     with file.open(newline="") as lines:
         rows = list(csv.DictReader(lines))
-    own = ("seconds", "overhead")  # random ids are in manifests and headers, and compress to any length
+    # Random ids are in manifests and headers, and compress to any length.
+    own = ("seconds", "overhead", *left_out)
     return [
         {key: value for key, value in row.items() if key != "run" and not any(each in key for each in own)}
         for row in rows
@@ -93,13 +99,16 @@ def wait_for(condition: Callable[[], object], what: str, process: Process, secon
 
 @contextmanager
 def compare_in(
-    folder: Path, cluster: list[Machine] | None, settings: Mapping[str, str] | None = None
+    folder: Path,
+    cluster: list[Machine] | None,
+    settings: Mapping[str, str] | None = None,
+    arguments: tuple[str, ...] = COMPARE,
 ) -> Iterator[Process]:
-    """Start the comparison: on a cluster, from its last machine; without one on this machine."""
+    """Start a comparison: on a cluster, from its last machine; without one on this machine."""
     folder.mkdir()
     config = ("-c", CONFIG, "-c", f'runs="{folder / "runs"}"')
     address = f"{cluster[0].address}:{PORT}" if cluster else "none"
-    command = [sys.executable, "-m", "tepal.tools.cli.main", *COMPARE, *config, "--ray", address]
+    command = [sys.executable, "-m", "tepal.tools.cli.main", *arguments, *config, "--ray", address]
     python = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     if cluster:
         command = cluster[-1].command(*command, cwd=ROOT)
@@ -127,6 +136,21 @@ def test_no_run_is_lost_when_the_commands_network_is_cut(tmp_path):
     with compare_in(here, None) as process:
         finished(process)
     assert len(scores_in(there)) == 3 and scores_in(there) == scores_in(here)
+
+
+def test_eight_runs_have_the_same_tables_although_a_machine_is_killed(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    with ray_on_machines(WATCHFUL) as cluster, compare_in(there, cluster, WATCHFUL, EIGHT) as process:
+        # Each machine has one run, whose first line is that of the initial model.
+        wait_for(lambda: sorted(rounds_in(there).values())[-2:-1] >= [4], "runs at work", process, 120)
+        cluster[1].kill()
+        shown = finished(process, 500)
+    assert "2 machines with 2 cores; 2 runs at once" in shown and "goes on elsewhere" in shown
+    logs = [log.read_text() for log in there.glob("runs/*-compare/2*/flower.log")]
+    assert len(logs) == 8 and any("Resumed after round" in log for log in logs), "it began again"
+    with compare_in(here, None, arguments=EIGHT) as process:
+        finished(process)
+    assert len(scores_in(there)) == 8 and scores_in(there, *RESENT) == scores_in(here, *RESENT)
 
 
 def test_a_command_whose_machine_is_taken_for_dead_says_what_to_do(tmp_path):
