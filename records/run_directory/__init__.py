@@ -9,6 +9,7 @@
     report.html         written by `tepal.report.run_page`
     blocks.json, now.json, clients.json
                         the model's parts, the current round, the clients so far (`tepal.records.live`)
+    simulation.json     of a run with simulated clients, how many there are (`tepal.tools.simulation`)
     checkpoint/         what is needed to resume the run (`tepal.strategies.rounds.checkpoint`)
     ../latest           a link to the newest run
 
@@ -46,6 +47,7 @@ from tepal.records.run_directory.names import (
     NOW,
     REPORT,
     ROUNDS,
+    SIMULATION,
     SUMMARY,
 )
 from tepal.records.run_directory.reading import (
@@ -80,6 +82,7 @@ __all__ = [
     "REPORT",
     "RMSE",
     "ROUNDS",
+    "SIMULATION",
     "SUMMARY",
     "Measure",
     "RunDirectory",

@@ -22,7 +22,7 @@ from tepal.tools.api.own_training import Train, check_own_training, client_app
 from tepal.tools.api.run import Run, load
 from tepal.tools.api.shown import console_of
 from tepal.tools.paths import absolute_paths
-from tepal.tools.simulation.running import cache_of, check_clients, run_once
+from tepal.tools.simulation.running import cache_of, check_clients, clients_of, run_once
 from tepal.tools.simulation.this_process import ThisProcess
 from tepal.tools.terminal import RoundProgress
 
@@ -61,7 +61,8 @@ def simulate(
         data: a data set's name; a file or folder (docs/data.md); (inputs, labels) as arrays or tensors, or as texts
             and whole numbers; a torch Dataset of such pairs; a dataset of Hugging Face; or a list with the data of
             each client. Images are whole numbers 0…255 or floats 0…1.
-        clients: number of clients among which the data is divided; by default 10, or as many as the list has.
+        clients: number of clients among which the data is divided; by default 10, or as many as the list or a run that
+            is resumed has.
         rounds: number of rounds; by default 20, or in a run that is resumed as many as it has.
         seed: of weights, partitions and batches.
         train: function of (model, batches, penalty) that trains the model in place and returns the mean loss. Each
@@ -165,7 +166,7 @@ def _settings(
         "model": model_name(model), "num-server-rounds": rounds, "seed": seed, "runs": str(folder), **of_data,
         **_keys(options),
     }  # fmt: skip
-    return absolute_paths(values, Path()), clients or count or _CLIENTS
+    return absolute_paths(values, Path()), clients or count or clients_of(str(values.get("resume", ""))) or _CLIENTS
 
 
 def _keys(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

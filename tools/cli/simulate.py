@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,7 @@ from tepal.tools.cli.running import (
 )
 from tepal.tools.simulation.engine import Engine
 from tepal.tools.simulation.engines import AUTO, engine_for
-from tepal.tools.simulation.running import cache_of, check_clients
+from tepal.tools.simulation.running import cache_of, check_clients, clients_of
 
 app = commands("simulate")
 
@@ -34,7 +35,9 @@ app = commands("simulate")
 @app.command("simulate")
 def simulate_command(
     app: AppFolder = Path("."),
-    clients: Annotated[int, typer.Option(min=2, help="simulated clients")] = 10,
+    clients: Annotated[
+        int | None, typer.Option(min=2, help="simulated clients; 10, or as many as a run that is resumed has")
+    ] = None,
     run_config: RunConfigs = None,
     cpus: Annotated[float, typer.Option(min=0.01, help=CPUS)] = 1,
     gpus: Annotated[float, typer.Option(min=0, help=GPUS)] = 0,
@@ -51,8 +54,13 @@ def simulate_command(
     on this machine, and its clients are on all.
     """
     console = Console()
-    resources: dict[str, Any] = {"clients": clients, "cpus": cpus, "gpus": gpus, "memory": memory, "spread": spread}
-    with reported(RunError), runner_for(ray, engine, app, engine_for, asked=engine, **resources) as simulated:
+    resources: dict[str, Any] = {"cpus": cpus, "gpus": gpus, "memory": memory, "spread": spread}
+    with (
+        reported(RunError),
+        runner_for(
+            ray, engine, app, engine_for, asked=engine, clients=clients or _resumed(run_config) or 10, **resources
+        ) as simulated,
+    ):
         simulated.start_ahead()
         # Imported here, while the engine imports the app: torch takes a second.
         from tepal.server_app.config import open_run
@@ -61,8 +69,8 @@ def simulate_command(
         given = given_run_config(run_config or [])
         ours = has_our_keys(app)
         if ours:
-            config, _ = open_run({**usual_run_config(app), **given}, clients, given=given)
-            check_clients(config, clients, here=simulated.here)
+            config, _ = open_run({**usual_run_config(app), **given}, simulated.clients, given=given)
+            check_clients(config, simulated.clients, here=simulated.here)
             simulated.cache = cache_of(config)
         console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
         if ours:
@@ -72,10 +80,17 @@ def simulate_command(
             run_other(simulated, given, console)
 
 
+def _resumed(run_config: Sequence[str] | None) -> int | None:
+    """Return how many clients the run has that a run config resumes; None if it resumes none, or it is not known."""
+    return clients_of(str(parse_run_config(run_config or []).get("resume", "")))
+
+
 @app.command("loopback")
 def loopback_command(
     app: AppFolder = Path("."),
-    clients: Annotated[int, typer.Option(min=2, help="clients, each a warm node")] = 3,
+    clients: Annotated[
+        int | None, typer.Option(min=2, help="clients, each a warm node; 3, or as many as a run that is resumed has")
+    ] = None,
     run_config: RunConfigs = None,
     node_config: Annotated[
         list[str] | None,
@@ -93,6 +108,7 @@ def loopback_command(
 
     console = Console()
     with reported(RunError):
+        clients = clients or _resumed(run_config) or 3
         given = given_run_config(run_config or [])
         node_configs = [with_absolute_paths(parse_run_config([text])) for text in node_config or []]
         if not has_our_keys(app):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from rich.console import Console
 
 from tepal.host.files import new_log
 from tepal.host.superlink import RunError, keep_log
-from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, find_run
+from tepal.records.run_directory import CHECKPOINTS, KEPT_IN, METRICS, SIMULATION, find_run, read_json, write_whole
 from tepal.tools.terminal import RoundProgress, follow_metrics
 
 if TYPE_CHECKING:
@@ -42,7 +44,13 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True, here: 
     _, blocks = build_model(config)
     needed = build_strategy(config, blocks).rules.needed
     problems = [*_own_problems(config, here)]
-    if needed > clients:
+    kept = clients_of(config.rounds.resume)
+    if kept not in (None, clients):
+        problems.append(
+            f"--clients is {clients}, and the run in {config.rounds.resume} has {kept} clients, among which its data is "
+            f"divided: give --clients {kept}, or leave it out"
+        )
+    elif needed > clients:
         rounds, said = config.rounds, ""
         if rounds.strategy == "fedensemble":
             said = f" and fedensemble.strata={config.fedensemble.strata} of fraction-train={rounds.fraction_train:g}"
@@ -57,6 +65,18 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True, here: 
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def clients_of(run: str) -> int | None:
+    """Return how many clients the simulated run has that `resume` names; None if that is not known."""
+    if not run:
+        return None
+    try:
+        kept = read_json(find_run(Path(run).expanduser()) / SIMULATION)
+    except FileNotFoundError:
+        return None  # reading the run config tells it
+    count = kept.get("clients") if isinstance(kept, dict) else None
+    return count if type(count) is int and count > 0 else None
 
 
 def _own_problems(config: RunConfig, here: bool) -> Iterator[str]:
@@ -111,6 +131,8 @@ def run_once(
         if kind == "log" and KEPT_IN in text and not found:
             # The ServerApp runs in another process: its progress is read from the metrics that it writes.
             found.append(Path(text.partition(KEPT_IN)[2].strip()))
+            with suppress(OSError):  # a full disk: the run goes on
+                write_whole(found[0] / SIMULATION, (json.dumps({"clients": engine.clients}) + "\n").encode())
             on_run(found[0])
             followers.append(threading.Thread(target=follow, args=found, daemon=True))
             followers[0].start()

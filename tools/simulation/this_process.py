@@ -38,7 +38,7 @@ class ThisProcess:
     """As `Runner.options`."""
 
     def __init__(self, clients: int, client_app: ClientApp | None = None) -> None:
-        self._clients = clients
+        self.clients = clients
         self._app = client_app or own.app
         self.cache: Path | None = None
         """Folder of the clients' caches."""
@@ -66,12 +66,12 @@ class ThisProcess:
             begun = begun or KEPT_IN in line
             tell("log", line)
 
-        tell("stage", f"Running with {self._clients} clients in this process ...")
-        own.prepare(run_config, self._clients)
+        tell("stage", f"Running with {self.clients} clients in this process ...")
+        own.prepare(run_config, self.clients)
         with (
             _logged(log, follow),
             _surroundings(self.cache),
-            PopulationGrid(self._app, self._clients, run_config) as grid,
+            PopulationGrid(self._app, self.clients, run_config) as grid,
         ):
             try:
                 run(grid, run_config)

@@ -344,10 +344,26 @@ def test_a_comparison_with_mistakes_does_not_begin(small, what, said):
 def test_settings_may_be_paths_and_numbers_of_numpy(small):
     begun = tepal.simulate(**{**small, "learning_rate": np.float32(0.5), "rounds": np.int64(1)})
     assert begun.config["learning-rate"] == 0.5
-    again = tepal.simulate(resume=begun.path, rounds=2, clients=3, progress=False)
+    again = tepal.simulate(resume=begun.path, rounds=2, progress=False)
     assert again.path == begun.path and len(again.metrics) == 3
     assert len(tepal.simulate(resume=begun.path, clients=3, progress=False).metrics) == 3
-    assert len(tepal.simulate(resume=begun.path, rounds=20, clients=3, progress=False).metrics) == 21
+    assert len(tepal.simulate(resume=begun.path, rounds=20, progress=False).metrics) == 21
+
+
+def test_a_run_that_is_resumed_keeps_its_number_of_clients(tmp_path):
+    short = {"strategy": "fedavg", "rounds": 1, "local_epochs": 1, "clients": 3}
+    begun = tepal.simulate(**short, runs=tmp_path / "runs", progress=False)
+    resumed = ["simulate", "-c", f'resume="{begun.path}" num-server-rounds=2']
+    told = CliRunner().invoke(main, resumed)
+    assert told.exit_code == 0, told.output
+    assert tepal.load(begun.path).metrics["clients_replied"].tolist() == [0, 3, 3]
+    told = CliRunner().invoke(main, [*resumed, "--clients", "4"])
+    assert told.exit_code == 1 and f"the run in {begun.path} has 3 clients" in " ".join(told.stderr.split())
+    with pytest.raises(ConfigError, match="has 3 clients, among which its data is divided: give --clients 3"):
+        tepal.simulate(resume=begun.path, clients=4, progress=False)
+    (begun.path / "simulation.json").unlink()  # as of an earlier version: the number is not known
+    with_another = tepal.simulate(resume=begun.path, clients=4, rounds=3, progress=False)
+    assert with_another.metrics["clients_replied"].tolist() == [0, 3, 3, 4]
 
 
 def test_a_log_that_was_silenced_does_not_matter(small):
