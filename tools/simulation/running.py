@@ -47,8 +47,8 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True, here: 
     kept = clients_of(config.rounds.resume)
     if kept not in (None, clients):
         problems.append(
-            f"--clients is {clients}, and the run in {config.rounds.resume} has {kept} clients, among which its data is "
-            f"divided: give --clients {kept}, or leave it out"
+            f"--clients is {clients}, and the run in {config.rounds.resume} has {kept} clients, among which its data "
+            f"is divided: give --clients {kept}, or leave it out"
         )
     elif needed > clients:
         rounds, said = config.rounds, ""
