@@ -16,7 +16,7 @@ from pydantic import FailFast, Field, StrictBool, StrictInt, TypeAdapter, Valida
 
 from tepal.exchange.bounds import HEADER_BYTES, HEADER_BYTES_PER_ENTRY, MOST_KEYS, MOST_METRICS
 from tepal.exchange.layout import Names
-from tepal.exchange.manifest import PARTS, PROTOCOL, PROTOCOL_KEY, ProtocolError, json_of
+from tepal.exchange.manifest import PARTS, PROTOCOL, PROTOCOL_KEY, ProtocolError, json_of, plain_items
 from tepal.exchange.parts import DIGEST_BYTES
 from tepal.exchange.plan import INTRODUCE
 from tepal.exchange.secret import LENGTH as SECRET
@@ -75,7 +75,7 @@ class Header:
         known = hashlib.sha256(to_text(_without_secret(vars(self)) | {"checksum": ""}))
         for name in self.metrics:
             record = content.get(name)
-            known.update(repr(sorted(record.items()) if isinstance(record, MetricRecord) else None).encode())
+            known.update(repr(plain_items(record) if isinstance(record, MetricRecord) else None).encode())
         parts = content.get(PARTS)
         if isinstance(parts, ArrayRecord):
             for name, array in parts.items():

@@ -70,11 +70,13 @@ class InitialParts:
 
     def to_facts(self) -> dict[str, Any]:
         """What a checkpoint has of it."""
-        return {"parts": [[id, tree, block] for id, (tree, block) in self._parts.items()]}
+        useful = {} if self._found is None else {"useful": sorted(self._found)}
+        return {"parts": [[id, tree, block] for id, (tree, block) in self._parts.items()], **useful}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore from a checkpoint's facts, which are empty in one of an earlier version."""
         self._parts = {id: (tree, block) for id, tree, block in facts.get("parts", ())}
+        self._found = set(facts["useful"]) if "useful" in facts else None
 
 
 def keep_initial(manifest: Manifest, cache: ClientCache, make: MakeInitial) -> None:

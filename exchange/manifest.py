@@ -116,8 +116,27 @@ def exchange_id(content: Mapping[str, Any]) -> str:
         raise ProtocolError(f"it has no manifest ({error!r})") from error
     for name, record in sorted(content.items()):
         if name != RECORD and isinstance(record, ConfigRecord):
-            known.update(repr((name, sorted(record.items()))).encode())
+            known.update(repr((name, plain_items(record))).encode())
     return known.hexdigest()[: 2 * DIGEST_BYTES]
+
+
+def plain_items(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The items of a record of scalars, sorted, with values of the types that they have after a transfer.
+
+    Flower takes what is a number, such as `np.float64`, and delivers Python's own, which have another `repr`.
+    """
+
+    return [(str.__str__(name), _plain(value)) for name, value in sorted(record.items())]
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in (float, int, str, bool, bytes):
+        return value
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enumeration, `str` may be its name
+    return next((kind(value) for kind in (int, float, bytes) if isinstance(value, kind)), value)
 
 
 def write_id(content: Mapping[str, Any]) -> str:

@@ -117,9 +117,10 @@ class PartialExchange:
         introduce: called with the server's message and the client's context, when the client introduces itself, before
             it takes part in a round. It may check the client's data and settings. The figures that it returns are sent
             to the server as metrics; if it raises, the client cannot take part, and the server receives the reason.
-        start: called with the message, the context and a tree ("model"; "mode/3" of an ensemble), after `introduce`, if
-            the server lets clients make the initial values themselves. It returns the raw `state_dict` with which this
-            tree begins, or None. Values that are bit-identical to the server's are then not sent to this client.
+        start: called with the message, the context and a tree ("model"; "mode/3" of an ensemble; "mixture" with FedACS
+            and FedAMP), after `introduce`, if the server lets clients make the initial values themselves. It returns
+            the raw `state_dict` with which this tree begins, or None. Values that are bit-identical to the server's are
+            then not sent to this client.
     """
 
     def __init__(self, introduce: Introduce | None = None, start: Start | None = None) -> None:

@@ -3,18 +3,29 @@ import json
 import os
 import zlib
 from dataclasses import replace
+from enum import IntEnum, StrEnum
 
 import numpy as np
 import pytest
 from blake3 import blake3
-from flwr.app import Array, ArrayRecord, ConfigRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tepal.exchange.bounds import MOST_METRICS
 from tepal.exchange.encodings import Wire
 from tepal.exchange.header import Header
-from tepal.exchange.manifest import PARTS, PROTOCOL, RECORD, Manifest, Parcel, ProtocolError, UnknownLayout
+from tepal.exchange.manifest import (
+    PARTS,
+    PROTOCOL,
+    RECORD,
+    Manifest,
+    Parcel,
+    ProtocolError,
+    UnknownLayout,
+    exchange_id,
+)
 from tepal.exchange.parts import STYPE, Part, listed
 from tepal.exchange.plan import INTRODUCE, Plan
 from tepal.exchange.texts import WORDS, compressed, decompressed
@@ -174,6 +185,40 @@ def test_header_survives_its_record():
     read = Header.from_content({RECORD: HEADER.to_record()})
     assert read == HEADER and read.to_record() == HEADER.to_record()
     assert read.checksum_of({}) == HEADER.checksum_of({})
+
+
+class Number(IntEnum):
+    THREE = 3
+
+
+class Kind(StrEnum):
+    SMALL = "small"
+
+
+NUMBERS = [0.25, np.float64(0.25), 3, Number.THREE, -0.0, 1e300, float("nan"), float("inf"), 2**62]
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, NUMBERS[:2], []], ids=repr)
+def test_a_checksum_is_that_of_the_metrics_that_arrive(value):
+    """Flower takes numbers of NumPy and enumerations, and delivers Python's."""
+    content = RecordDict({"metrics": MetricRecord({"num-examples": 3, "figure": value})})
+    header = replace(HEADER, metrics=("metrics",))
+    arrived = recorddict_from_proto(recorddict_to_proto(content))
+    assert header.checksum_of(content) == header.checksum_of(arrived)
+    other = RecordDict({"metrics": MetricRecord({"num-examples": 4, "figure": value})})
+    assert header.checksum_of(content) != header.checksum_of(other)
+
+
+SETTINGS = [*NUMBERS, True, "a", np.str_("a"), Kind.SMALL, b"a", ["a", Kind.SMALL], [True]]
+
+
+@pytest.mark.parametrize("value", SETTINGS, ids=repr)
+def test_the_id_of_an_exchange_is_that_of_the_settings_that_arrive(value):
+    record = MANIFEST.to_record()
+    content = RecordDict({RECORD: record, "config": ConfigRecord({"setting": value})})
+    assert exchange_id(content) == exchange_id(recorddict_from_proto(recorddict_to_proto(content)))
+    other = RecordDict({RECORD: record, "config": ConfigRecord({"setting": "other"})})
+    assert exchange_id(content) != exchange_id(other)
 
 
 def test_a_checksum_is_of_every_byte_of_what_is_hashed_in_pieces():
