@@ -22,10 +22,13 @@ from hypothesis import strategies as st
 
 from tepal.exchange import Encoding, partial_exchange, received
 from tepal.exchange import personal as personal_module
+from tepal.exchange.encodings import Wire
 from tepal.exchange.files import SUFFIX
 from tepal.exchange.header import Header
 from tepal.exchange.manifest import RECORD
 from tepal.exchange.personal import PersonalState
+from tepal.exchange.plan import Plan
+from tepal.exchange.upload import encoded
 from tepal.strategies import FedAvg, RoundFailed
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import ledger, past
@@ -142,6 +145,24 @@ def test_without_room_the_own_arrays_stay_and_what_was_left_out_is_not_sent_twic
     own.save({"n": np.array(2)})
     with pytest.raises(OSError, match="No space left"):
         own.commit()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_upload_that_adds_nothing_writes_its_residual_only_if_there_is_one(tmp_path, kept):
+    """With `unbiased` an upload keeps nothing. The version before it goes on, as a link to the same file."""
+    first = state_of(tmp_path, "a")
+    first.save({"own": np.ones(2)})
+    if kept:
+        first.save_left_out({"model/w": np.ones((3, 4), np.float32)})
+    first.commit()
+    state = state_of(tmp_path, "b", current="a")
+    values = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    plan = Plan(client="c", round=2, needs={"model": ("w",)}, trains=("w",), returns={"model": ("w",)})
+    encoded(plan, Wire("auto", feedback=True, unbiased=True, left_out=0.5), {"model": dict(values)}, {}, state)
+    state.commit()
+    assert (len({path.stat().st_ino for path in tmp_path.glob(f"*{SUFFIX}")}) == 1) == (not kept)
+    after = state_of(tmp_path, "c", current="b")
+    assert [*after.load_left_out()] == ["model/w"] * kept and after.load()["own"].tolist() == [1, 1]
 
 
 def test_nothing_may_be_saved_as_well(tmp_path):
