@@ -6,7 +6,8 @@ A FOLDER is one of an experiment that `tepal reproduce` computed, such as runs/r
 kept in docs/papers/<experiment>.json.xz: options, values (the score of each client among them), date and seconds.
 Kept trials that the FOLDER lacks stay, as long as they fit the others. Without a FOLDER, the tables are written anew.
 With `--continue` the kept trials are written into each FOLDER instead, so that `tepal reproduce` computes only those
-that are missing.
+that are missing. Weights that an experiment trains first are kept with it, in docs/papers/<experiment>.weights/, until
+all its trials are there.
 
 On the pages the tables stand between `<!-- reproduced: EXPERIMENT -->` and `<!-- end -->`; the verdicts on all claims
 stand in docs/reproduce.md, between `<!-- verdicts -->` and `<!-- end -->`. An experiment has neither before all its
@@ -20,13 +21,14 @@ import argparse
 import json
 import lzma
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tepal.records.run_directory import read_json, write_whole
-from tepal.tools.reproduce.experiment import Reproduction, Trial
+from tepal.tools.reproduce.experiment import WEIGHTS, Reproduction, Trial
 from tepal.tools.reproduce.runner import EXPERIMENTS, TRIALS, about, fits
 
 PAPERS = Path(__file__).parent / "papers"
@@ -91,21 +93,33 @@ def keep(folder: Path) -> Path:
             "has others that they need. Compute more trials in the folder first, or remove the file"
         )
     write_whole(file, lzma.compress(json.dumps(trials, sort_keys=True).encode(), preset=9))
+    if is_whole(folder.name, trials):
+        shutil.rmtree(kept_weights(folder.name), ignore_errors=True)
+    elif trains_weights(folder.name) and (folder / WEIGHTS).exists():
+        shutil.copytree(folder / WEIGHTS, kept_weights(folder.name), dirs_exist_ok=True)
     return file
 
 
 def trains_weights(name: str) -> bool:
-    """Whether an experiment first trains weights: these are not kept, and its trials need them."""
+    """Whether an experiment first trains weights, from which its other trials begin."""
     return any(trial.options.get("part") == "pretraining" for trial in trials_of(name))
+
+
+def kept_weights(name: str) -> Path:
+    """The folder of the weights that an experiment trains, if it is kept in part."""
+    return PAPERS / f"{name}.{WEIGHTS}"
 
 
 def write_kept(folder: Path) -> int:
     """Write the kept trials of an experiment into its folder, without those that are there; returns how many.
 
-    Nothing is written of an experiment that first trains weights.
+    Nothing is written of an experiment that first trains weights which are not kept.
     """
     if trains_weights(folder.name):
-        return 0
+        if not kept_weights(folder.name).exists():
+            return 0
+        if not (folder / WEIGHTS).exists():
+            shutil.copytree(kept_weights(folder.name), folder / WEIGHTS)
     there = in_folder(folder)
     trials = joined(folder.name, there, kept(PAPERS / f"{folder.name}.json.xz"))
     missing = {name: of for name, of in trials.items() if there.get(name) != of}
@@ -180,7 +194,7 @@ def main() -> None:
                 print(keep(folder))
             except FewerTrials as error:
                 sys.exit(f"error: {error}")
-        elif trains_weights(folder.name):
+        elif trains_weights(folder.name) and not kept_weights(folder.name).exists():
             print(f"{folder}: nothing written: its trials need weights that it trains first, and these are not kept")
         else:
             print(f"{folder}: {write_kept(folder)} trials written")

@@ -191,9 +191,9 @@ def sums(papers, tmp_path, monkeypatch):
     return tmp_path / "sums"
 
 
-def compute(folder, *names, day=1, **others):
+def compute(folder, *names, day=1, of=Sums, **others):
     """Put trials into a folder as if they were computed on a day."""
-    options = {trial.name: trial.options for trial in Sums().trials(False)}
+    options = {trial.name: trial.options for trial in of().trials(False)}
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     for name in names:
         needs = {"a": f"2030-01-0{others.get('needs', day)}"} if name in "bc" else {}
@@ -268,6 +268,22 @@ def test_continuing_says_when_weights_are_not_kept(papers, sums, monkeypatch, ca
     other = sums.parent / "other" / "sums"
     call(papers, monkeypatch, "--continue", other)
     assert capsys.readouterr().out.startswith(f"{other}: nothing written: ") and not other.exists()
+
+
+def test_weights_of_an_experiment_are_kept_until_all_its_trials_are(papers, sums, monkeypatch, capsys):
+    monkeypatch.setitem(papers["keep"].__globals__, "EXPERIMENTS", {"sums": Trained()})
+    compute(sums, "a", "b", of=Trained)
+    (sums / "weights").mkdir()
+    (sums / "weights" / "it.safetensors").write_bytes(b"trained")
+    papers["keep"](sums)
+    there = sums.parent / "there" / "sums"
+    call(papers, monkeypatch, "--continue", there)
+    assert capsys.readouterr().out == f"{there}: 2 trials written\n"
+    assert (there / "weights" / "it.safetensors").read_bytes() == b"trained"
+    compute(there, "c", day=1)
+    papers["keep"](there)
+    assert values(papers, sums) == {"a": 1, "b": 1, "c": 1}
+    assert not (sums.parent / "papers" / "sums.weights").exists(), "`d` is optional"
 
 
 def test_claims_that_nothing_was_computed_for_are_in_the_index(papers, tmp_path):
