@@ -63,7 +63,7 @@ def search_command(
             engine.start_ahead(len(plan.searched))
             check_trials(plan, usual, file, partial(check_clients, clients=plan.clients, here=engine.here))
             folder = folder.expanduser().resolve()
-            open_search(plan, folder)
+            open_search(plan, usual, folder)
             engine.cache = cache_in(folder)
             console.print(engine.description, markup=False, highlight=False, soft_wrap=True)
             try:

@@ -37,7 +37,11 @@ CLIENTS = 10
 ACCURACY, RMSE = "clients_accuracy", "clients_rmse"
 """Measures of trials: means over the clients, each counted alike, on their own test examples."""
 
+USUAL = "usual"
+"""Key of the app's run config in a search's JSON."""
+
 _OWN_KEYS = ("seed", "runs", "resume")  # of the run config, which the search sets itself
+_OF_NO_TRIAL = (*_OWN_KEYS, "checkpoints", "trackers", "mlflow.", "wandb.")  # beginnings of keys with no part in scores
 # Of a client's steps alone: the model, the partition and the replies are the same with other values.
 _OF_STEPS = ("batch-size", "clip-norm", "learning-rate", "local-epochs", "local-steps", "momentum", "weight-decay")
 _RANGE_KEYS = ("from", "to", "log", "step", "choices")
@@ -72,9 +76,18 @@ class SearchPlan:
         """Return the run config of a trial with these values: what differs from the app's own."""
         return {**self.common, **variant.config, **values, "seed": self.seed}
 
-    def to_json(self) -> str:
-        """Return everything that determines the trials, as JSON."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+    def to_json(self, usual: Mapping[str, Value]) -> str:
+        """Return everything that determines the trials, as JSON: the plan, and what it takes from the app's run config.
+
+        `usual`: run config of the app, which the plan's values change.
+        """
+        own = [{*self.common, *variant.config, *variant.search} for variant in self.searched]
+        taken = {
+            key: value
+            for key, value in usual.items()
+            if not key.startswith(_OF_NO_TRIAL) and not all(key in keys for keys in own)
+        }
+        return json.dumps({**asdict(self), USUAL: taken}, indent=2) + "\n"
 
 
 def read_plan(file: Path) -> SearchPlan:
