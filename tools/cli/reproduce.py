@@ -39,6 +39,7 @@ def reproduce_command(
     memory: Annotated[float, typer.Option(min=0, help="on a cluster: gigabytes of memory of each run")] = 0,
 ) -> None:
     """Run a named experiment of a paper, and show its results next to the paper's."""
+    from tepal.host.processes import ProcessError
     from tepal.host.superlink import RunError
     from tepal.tools.cluster.connection import address_of, connected
     from tepal.tools.cluster.job import JobFailed
@@ -51,7 +52,7 @@ def reproduce_command(
         for each in EXPERIMENTS.values():
             typer.echo(f"{each.name:20} {each.title}. {each.paper}. {each.scale(full=False)}")
         return
-    with reported(MissingData, RunInUse, TooLittleMemory, RunError, JobFailed), ExitStack() as opened:
+    with reported(MissingData, RunInUse, TooLittleMemory, RunError, JobFailed, ProcessError), ExitStack() as opened:
         experiment = find_experiment(name)
         cluster = opened.enter_context(connected(at, cpus, gpus, memory)) if (at := address_of(ray)) else None
         if cluster is None:

@@ -13,6 +13,7 @@ from tepal.tools.cluster.connection import Cluster
 from tepal.tools.cluster.job import MEMORY, PROCESS, Job, JobFailed, Place, done
 from tepal.tools.cluster.texts import in_json, in_toml, replaced
 from tepal.tools.reproduce.experiment import WEIGHTS, Experiment, MissingData, Trial, TrialInputs, Values
+from tepal.tools.reproduce.runs import run_folder
 
 _FOLDER = "trial"
 _LEFT_OUT = {error.__name__: error for error in (MissingData, RoundFailed)}
@@ -44,7 +45,7 @@ def compute_on(
         if kind == "note":
             log(f"{trial.name}: {text}")
 
-    run = f"{_FOLDER}/runs/{trial.name}"  # as `runs.measured` names it, and what is in it
+    run = f"{_FOLDER}/runs/{trial.name}"  # as `run_folder` names it, and what is in it
     job = Job(
         function="tepal.tools.reproduce.on_cluster:compute_there", arguments=arguments, inputs=tuple(data.values()),
         folders={_FOLDER: inputs.folder}, files=(
@@ -60,7 +61,7 @@ def compute_on(
         if error.kind not in ("", PROCESS, MEMORY, *_LEFT_OUT):
             raise
         raise _LEFT_OUT.get(error.kind, RoundFailed)(str(error)) from error
-    shutil.rmtree(inputs.folder / "runs" / trial.name, ignore_errors=True)  # as there
+    shutil.rmtree(run_folder(trial, inputs), ignore_errors=True)  # as there
     return values
 
 

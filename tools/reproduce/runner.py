@@ -128,6 +128,7 @@ def reproduce(
         ValueError: this machine does not have the device.
         OtherData: kept trials were computed from other data.
         RunInUse: another process computes this experiment.
+        ProcessError: a process of `at_once` was killed.
         OSError: a file cannot be written.
     """
     place = folder / (f"{experiment.name}-full" if full else experiment.name)

@@ -70,12 +70,17 @@ def trained(
     name = str(config.get("dataset", ""))
     if name in inputs.data and "dataset" not in files:
         files["dataset-path"] = str(inputs.data[name])
-    folder, config = inputs.folder / "runs" / trial.name, config | files
+    folder, config = run_folder(trial, inputs), config | files
     started = digests(str(config.get("pretrained", "")), inputs.folder)
     values = measured(
         config, int(trial.options["clients"]), folder, weights=weights, grid=grid, device=inputs.device
     )
     return {**values, "weights": started}
+
+
+def run_folder(trial: Trial, inputs: TrialInputs) -> Path:
+    """The folder of a trial's run and of its clients' caches, until the trial is computed."""
+    return inputs.folder / "runs" / trial.name
 
 
 def measured(

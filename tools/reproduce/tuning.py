@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
 from tepal.strategies import RoundFailed
 from tepal.tools.reproduce.experiment import MissingData, Trial, TrialInputs, Values
-from tepal.tools.reproduce.runs import trained
+from tepal.tools.reproduce.runs import run_folder, trained
 from tepal.tools.spaces import RANDOM_TRIALS, Space, distribution, draw, optuna_is_missing, spread_out
 
 _DIVERGED = re.compile("diverged|times as large|NaN|infinite")  # in the reasons of a round that failed
@@ -68,6 +69,7 @@ def tuned(trial: Trial, inputs: TrialInputs, search: Mapping[str, Space], **file
     except RoundFailed as failure:
         if not _DIVERGED.search(str(failure)):
             raise
+        shutil.rmtree(run_folder(trial, inputs), ignore_errors=True)  # as after a run that has ended well
         return {"clients": None, "server": None, "drawn": values, "failed": str(failure)}
 
 

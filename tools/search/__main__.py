@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.tools.cli import Ray, commands, reported
 from tepal.tools.cli.running import APP, CPUS, MEMORY, Verbose, found_app, runner_for
 from tepal.tools.paths import usual_run_config
-from tepal.tools.search.plan import RMSE, check_values, read_plan
+from tepal.tools.search.plan import RMSE, check_trials, check_values, read_plan
 from tepal.tools.search.results import best_table, trial_line
 from tepal.tools.search.running import open_search, run_trials, score_of
 from tepal.tools.simulation.engine import Engine, Runner
@@ -60,12 +61,9 @@ def search_command(
         minimise = measure == RMSE
         with _engine(ray, flower_app, plan.clients, cpus, gpus, memory) as engine:
             engine.start_ahead(len(plan.searched))
-            for variant in plan.searched:
-                first = {key: space.samples[0] for key, space in variant.search.items()}
-                config = read_run_config({**usual, **plan.config_of(variant, first)}, warn=False)
-                check_clients(config, plan.clients, here=engine.here)
+            check_trials(plan, usual, file, partial(check_clients, clients=plan.clients, here=engine.here))
             folder = folder.expanduser().resolve()
-            open_search(plan, folder)
+            open_search(plan, usual, folder)
             engine.cache = cache_in(folder)
             console.print(engine.description, markup=False, highlight=False, soft_wrap=True)
             try:

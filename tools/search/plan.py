@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from difflib import get_close_matches
@@ -25,7 +25,7 @@ from typing import Any
 
 from tepal import models
 from tepal.host.toml import Value, flat, parse_untrusted
-from tepal.server_app.config import ConfigError, defaults, read_run_config
+from tepal.server_app.config import ConfigError, RunConfig, defaults, read_run_config
 from tepal.tools.paths import absolute_paths
 from tepal.tools.spaces import Choices, Range, Space
 from tepal.training.data.inputs import InputConfig
@@ -37,7 +37,13 @@ CLIENTS = 10
 ACCURACY, RMSE = "clients_accuracy", "clients_rmse"
 """Measures of trials: means over the clients, each counted alike, on their own test examples."""
 
+USUAL = "usual"
+"""Key of the app's run config in a search's JSON."""
+
 _OWN_KEYS = ("seed", "runs", "resume")  # of the run config, which the search sets itself
+_OF_NO_TRIAL = (*_OWN_KEYS, "checkpoints", "trackers", "mlflow.", "wandb.")  # beginnings of keys with no part in scores
+# Of a client's steps alone: the model, the partition and the replies are the same with other values.
+_OF_STEPS = ("batch-size", "clip-norm", "learning-rate", "local-epochs", "local-steps", "momentum", "weight-decay")
 _RANGE_KEYS = ("from", "to", "log", "step", "choices")
 _EXAMPLES = "{ from = 1e-4, to = 1e-2, log = true } or { choices = [1, 2, 4] }"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # as `tepal compare` has the names of what it compares
@@ -70,9 +76,18 @@ class SearchPlan:
         """Return the run config of a trial with these values: what differs from the app's own."""
         return {**self.common, **variant.config, **values, "seed": self.seed}
 
-    def to_json(self) -> str:
-        """Return everything that determines the trials, as JSON."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+    def to_json(self, usual: Mapping[str, Value]) -> str:
+        """Return everything that determines the trials, as JSON: the plan, and what it takes from the app's run config.
+
+        `usual`: run config of the app, which the plan's values change.
+        """
+        own = [{*self.common, *variant.config, *variant.search} for variant in self.searched]
+        taken = {
+            key: value
+            for key, value in usual.items()
+            if not key.startswith(_OF_NO_TRIAL) and not all(key in keys for keys in own)
+        }
+        return json.dumps({**asdict(self), USUAL: taken}, indent=2) + "\n"
 
 
 def read_plan(file: Path) -> SearchPlan:
@@ -104,32 +119,53 @@ def check_values(plan: SearchPlan, usual: Mapping[str, Value], file: Path) -> st
     Raises:
         ConfigError: with the problems of all variants, each once.
     """
-    wrong: dict[str, list[str]] = {}
+    found: list[tuple[SearchedVariant, str]] = []
     measured: set[str] = set()
     for variant in plan.variants:
         for number, values in enumerate(_samples(variant)):
             config = {**usual, **plan.config_of(variant, values)}
-            found = list(dict.fromkeys(_problems(config, plan.clients, warn=not number)))  # once for a variant
-            if not found:
+            problems = list(_problems(config, plan.clients, warn=not number))  # once for a variant
+            if not problems:
                 regression = InputConfig.from_run_config(config).kind == models.SEQUENCES
                 measured.add(RMSE if regression else ACCURACY)
-            for problem in found:
-                named = wrong.setdefault(problem, [])
-                named += [variant.name] if variant.name not in named else []
-    problems = [f"{', '.join(names)}: {problem}" for problem, names in wrong.items()]
-    if not problems and len(measured) > 1:
-        problems = ["some models classify and others are for a regression: their scores cannot be compared"]
-    if problems:
-        raise _invalid(file, problems)
+            found += [(variant, problem) for problem in problems]
+    _refuse(found, file)
+    if len(measured) > 1:
+        raise _invalid(
+            file, ["some models classify and others are for a regression: their scores cannot be compared"]
+        )
     return measured.pop()
 
 
-def _samples(variant: SearchedVariant) -> Iterator[dict[str, Value]]:
-    """Yield the first values of all ranges, then each of the others in place of its key's first."""
+def check_trials(plan: SearchPlan, usual: Mapping[str, Value], file: Path, check: Callable[[RunConfig], None]) -> None:
+    """Check trials with their clients and data, for the values of `check_values`, which is called first.
+
+    Args:
+        plan: whose searched variants are checked.
+        usual: run config of the app, which the plan's values change.
+        file: for the message.
+        check: raises ConfigError for a trial that cannot be run, each line a problem. It may build the model, so it is
+            not called for other values of keys that change nothing but the clients' steps.
+
+    Raises:
+        ConfigError: with the problems of all variants, each once.
+    """
+    found: list[tuple[SearchedVariant, str]] = []
+    for variant in plan.searched:
+        for values in _samples(variant, without=_OF_STEPS):
+            try:
+                check(read_run_config({**usual, **plan.config_of(variant, values)}, warn=False))
+            except ConfigError as error:
+                found += [(variant, line) for line in str(error).splitlines()]
+    _refuse(found, file)
+
+
+def _samples(variant: SearchedVariant, without: Collection[str] = ()) -> Iterator[dict[str, Value]]:
+    """Yield the first values of all ranges, then each of the others in place of its key's first, but of some keys."""
     first = {key: space.samples[0] for key, space in variant.search.items()}
     yield first
     for key, space in variant.search.items():
-        for value in space.samples[1:]:
+        for value in () if key in without else space.samples[1:]:
             yield {**first, key: value}
 
 
@@ -143,6 +179,15 @@ def _problems(config: Mapping[str, Value], clients: int, *, warn: bool) -> Itera
         yield (
             "fraction-evaluate=0: no client scores the final model, so trials have no score; set it above 0, best to 1"
         )
+
+
+def _refuse(found: Iterable[tuple[SearchedVariant, str]], file: Path) -> None:
+    """Raise ConfigError with the problems, each once, with the names of the variants that have it; not if none has."""
+    wrong: dict[str, dict[str, None]] = {}
+    for variant, problem in found:
+        wrong.setdefault(problem, {})[variant.name] = None
+    if wrong:
+        raise _invalid(file, [f"{', '.join(names)}: {problem}" for problem, names in wrong.items()])
 
 
 def _invalid(file: Path, problems: Sequence[str]) -> ConfigError:

@@ -1,6 +1,6 @@
 """Run the trials of a search in turn, and write its files after each.
 
-    search.json      what is searched: a search goes on only with the same
+    search.json      what is searched, and the app's run config: a search goes on only with the same
     trials.journal   the trials as Optuna keeps them, from which a search is resumed
     trials.csv       one line per trial; this and the following can be written again from the journal
     found.toml       the best values of each variant
@@ -24,9 +24,9 @@ from tepal.host.superlink import RunError
 from tepal.host.text import visible
 from tepal.host.toml import Value
 from tepal.records.run_directory import held, read_metrics, read_summary, write_whole
-from tepal.server_app.config import ConfigError
+from tepal.server_app.config import ConfigError, defaults
 from tepal.tools.cluster.engine import ClusterFailed
-from tepal.tools.search.plan import SearchPlan
+from tepal.tools.search.plan import USUAL, SearchPlan
 from tepal.tools.search.results import FOUND, TRIALS, Found, found_toml, trials_csv
 from tepal.tools.search.study import Trial, VariantStudy
 
@@ -37,23 +37,43 @@ Objective = Callable[[str, Mapping[str, Value], Callable[[Path], None]], float]
 when that is made. Raises RunError, OSError or ConfigError if the run fails."""
 
 
-def open_search(plan: SearchPlan, folder: Path) -> None:
-    """Make the folder of a search, or check that it has the same search. Raises ConfigError if it has another one."""
-    file = folder / PLAN
+def open_search(plan: SearchPlan, usual: Mapping[str, Value], folder: Path) -> None:
+    """Make the folder of a search, or check that it has the same search. Raises ConfigError if it has another one.
+
+    `usual`: run config of the app, which the plan's values change.
+    """
+    file, now = folder / PLAN, plan.to_json(usual)
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, plan.to_json().encode())
+        write_whole(file, now.encode())
         return
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-        changed = [key for key, value in json.loads(plan.to_json()).items() if before.get(key) != value]
-    except (ValueError, AttributeError) as error:
+        before, given = json.loads(file.read_text(encoding="utf-8")), json.loads(now)
+        taken = given.pop(USUAL)
+        changed = [key for key, value in given.items() if before.get(key) != value]
+        # One of an earlier version does not say what it took from the app.
+        differing = [] if changed else list(_differing(before.get(USUAL, taken), taken))
+    except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{file} is damaged ({visible(error)}): take it from a copy, or use a new folder") from error
     if changed:
         raise ConfigError(
             f"{folder} has another search: {', '.join(changed)} differ from the file's. A search goes on only as it "
             "began: undo the changes, or start a new one with --folder"
         )
+    if differing:
+        raise ConfigError(
+            f"{folder} has a search with other values of the app's run config: {', '.join(differing)}. A search goes "
+            "on only as it began: give the app these values again, or start a new one with --folder"
+        )
+
+
+def _differing(before: Mapping[str, Value], now: Mapping[str, Value]) -> Iterator[str]:
+    """Yield the keys that differ, with both values. One that a version does not have counts as its default."""
+    usual = defaults()
+    for key in {**before, **now}:
+        had, given = (values.get(key, usual.get(key)) for values in (before, now))
+        if had != given:
+            yield f"{key}={given!r} (the search has {had!r})"
 
 
 def run_trials(

@@ -6,15 +6,27 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
+
+from tepal.host.processes import ProcessError
 
 
 @contextmanager
 def processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes with one thread each. They end with the block, and with this process."""
+    """Processes with one thread each. They end with the block, and with this process.
+
+    Raises ProcessError if one of them ends before: then the others are stopped.
+    """
     with _one_thread_each(), ProcessPoolExecutor(count, get_context("spawn"), _start_worker) as pool:
-        yield pool
+        try:
+            yield pool
+        except BrokenProcessPool as error:
+            raise ProcessError(
+                "the process of a trial has ended, most likely killed because the memory ran out: lower --at-once, "
+                f"which is {count}. What is computed is kept: the same command goes on with the rest"
+            ) from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tepal.records.run_directory import LATEST, NOW, read_json, read_metrics
+from tepal.records.run_directory import NOW, read_json, read_metrics
 from tepal.server_app.config import defaults
 from tepal.tools.reproduce.experiment import Trial
 
@@ -164,5 +164,7 @@ class Progress:
                     self._say()
 
     def _files(self) -> list[Path]:
-        found = sorted(self._place.glob(f"runs/*/runs/{LATEST}/{NOW}"))
-        return [file for file in found if self._left.waits_for(file.parents[2].name)]
+        """Of the newest run of each trial that is still to be computed. What a cluster sends has no link to it."""
+        found = (file for file in sorted(self._place.glob(f"runs/*/runs/*/{NOW}")) if not file.parent.is_symlink())
+        newest = {file.parents[2].name: file for file in found}
+        return [file for name, file in newest.items() if self._left.waits_for(name)]

@@ -193,13 +193,17 @@ def test_a_pretraining_that_all_others_need_tells_nothing_about_them(needed_by):
     assert left.known and (left.text() == "about 4 minutes left (2 trials)") == (needed_by == 3)
 
 
-def test_an_estimate_is_logged_after_two_rounds_and_then_at_intervals(tmp_path, monkeypatch):
+@pytest.mark.parametrize("linked", [True, False])
+def test_an_estimate_is_logged_after_two_rounds_and_then_at_intervals(tmp_path, monkeypatch, linked):
+    """By the newest run of a trial, here and on a cluster, whose machines send no link to it."""
     monkeypatch.setattr(progress, "_LOOK", 0.01)
-    run = tmp_path / "runs" / "a" / "runs" / "first"
-    run.mkdir(parents=True)
-    (run.parent / LATEST).symlink_to(run.name)
-    (run / METRICS).write_text("".join(json.dumps({"round": k, "seconds": 30.0}) + "\n" for k in (1, 2)))
-    (run / NOW).write_text(json.dumps({"round": 3, "rounds": 100}))
+    for name, seconds in (("20261129-101500-fedavg", 30.0), ("20261129-101000-fedavg", 900.0)):
+        run = tmp_path / "runs" / "a" / "runs" / name
+        run.mkdir(parents=True)
+        (run / METRICS).write_text("".join(json.dumps({"round": k, "seconds": seconds}) + "\n" for k in (1, 2)))
+        (run / NOW).write_text(json.dumps({"round": 3, "rounds": 100}))
+    if linked:
+        (run.parent / LATEST).symlink_to("20261129-101500-fedavg")
     lines, trials = [], [rounds_of(name, 100) for name in ("a", "b", "c", "d")]
     with Progress(tmp_path, TimeLeft(trials, {}, list("abcd"), at_once=1), lines.append) as said:
         give_up = time.monotonic() + 30

@@ -331,6 +331,30 @@ def test_an_experiment_that_was_killed_with_all_its_processes_goes_on_to_the_sam
     assert interrupted == whole and whole.count("run-") == 4 and not any(place.glob("runs/*"))
 
 
+class Killed(Sums):
+    """Sums of which a process is killed at `c`, as by a system whose memory runs out, unless the folder says not to."""
+
+    def compute(self, trial, inputs):
+        if trial.name == "c" and not (inputs.folder / "enough").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().compute(trial, inputs)
+
+
+@pytest.mark.long
+def test_a_process_of_a_trial_that_is_killed_is_reported_and_the_same_command_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "EXPERIMENTS", {"sums": Killed()})
+    command = ["reproduce", "sums", "--folder", str(tmp_path), "--at-once", "2"]
+    ended = CliRunner().invoke(main, command)
+    assert ended.exit_code == 1 and isinstance(ended.exception, SystemExit), "no traceback"
+    assert "lower --at-once, which is 2" in ended.stderr and "the same command goes on" in ended.stderr
+    first = tmp_path / "sums" / "cells" / "a.json"
+    before = first.read_bytes()
+    (tmp_path / "sums" / "enough").touch()
+    ended = CliRunner().invoke(main, command)
+    assert ended.exit_code == 0 and first.read_bytes() == before
+    assert (tmp_path / "sums" / "sums.csv").read_text() == "cell,sum\na,1\nb,2\nc,2\nd,5\ne,1\n"
+
+
 class Slow(Sums):
     """Cells that take a minute, and say in which process."""
 

@@ -2,11 +2,14 @@
 
 import logging
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from tepal.server_app.config import ConfigError, defaults
+from tepal.tools.search import __main__ as main
 from tepal.tools.search.__main__ import app
 from tepal.tools.search.plan import check_values, read_plan
 from tepal.tools.spaces import Choices, Range, spread_out
@@ -257,6 +260,31 @@ def test_the_command_refuses_before_it_makes_anything(tmp_path, monkeypatch):
     ended = CliRunner().invoke(app, [str(file), "--folder", str(tmp_path / "out")])
     assert ended.exit_code == 1 and "learning-rate=-1.0" in ended.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "search", "named"),
+    [
+        ("fedprox", "min-replies = { choices = [2, 20] }", "--clients is 10, expected at least 20 because of min-"),
+        ("fedensemble", "fedensemble.strata = { choices = [2, 20] }", "fedensemble.strata=20"),
+        ("fedprox", "min-partition-size = { choices = [2, 100000] }", "min-partition-size=100000"),
+        ("fedfrozen", "model = { choices = ['tiny-vit', 'cnn'] }", "FedFrozen freezes query and key projections"),
+    ],
+)
+def test_every_choice_is_checked_with_the_clients_and_the_data_before_the_first_trial(
+    tmp_path, monkeypatch, strategy, search, named
+):
+    """The learning rate has no part in it: a model is not built again for each of its values."""
+    checks, check = [], main.check_clients
+    engine = SimpleNamespace(here=True, start_ahead=lambda runs: None)
+    monkeypatch.setattr(main, "_engine", lambda *_: nullcontext(engine))
+    monkeypatch.setattr(main, "run_trials", lambda *_, **__: pytest.fail("a trial was started"))
+    monkeypatch.setattr(main, "check_clients", lambda *of, **more: (checks.append(of), check(*of, **more)))
+    variant = one_variant(f"{LEARNING_RATE}\n{search}").replace('"fedprox"', f'"{strategy}"')
+    file = written(tmp_path, variant + variant.replace('"A"', '"B"'))
+    ended = CliRunner().invoke(main.app, [str(file), "--folder", str(tmp_path / "out"), "--app", str(ROOT)])
+    assert ended.exit_code == 1 and ended.stderr.count("A, B: ") == ended.stderr.count(named) == 1
+    assert len(checks) == 4 and not (tmp_path / "out").exists()
 
 
 def test_without_optuna_the_command_says_how_to_install_it(tmp_path, monkeypatch):

@@ -2,10 +2,13 @@
 
 import csv
 import io
+import json
 import math
 import threading
 import tomllib
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,8 +20,9 @@ from tepal.host.superlink import RunError
 from tepal.host.toml import flat
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, RunInUse, held, read_config, read_metrics
-from tepal.server_app.config import ConfigError, read_run_config
+from tepal.server_app.config import ConfigError, defaults, read_run_config
 from tepal.tools.cluster.engine import ClusterFailed
+from tepal.tools.search import __main__ as main
 from tepal.tools.search.__main__ import TrialProgress, app
 from tepal.tools.search.plan import SearchedVariant, SearchPlan
 from tepal.tools.search.results import best_table, trial_line
@@ -71,7 +75,7 @@ class Fake:
 
 def search(folder, trials, objective=None, *, plan=PLAN, minimise=False):
     folder.mkdir(parents=True, exist_ok=True)
-    open_search(plan, folder)
+    open_search(plan, {}, folder)
     ended = []
     found = run_trials(
         plan, folder, trials, objective or Fake(folder), minimise=minimise, on_trial=ended.append
@@ -246,12 +250,63 @@ def test_a_low_error_is_best(tmp_path):
 def test_a_folder_goes_on_only_with_the_same_search_and_in_one_process(tmp_path):
     search(tmp_path, 1)
     with pytest.raises(ConfigError, match="has another search: clients, variants differ"):
-        open_search(SearchPlan(4, 1000, PLAN.common, PLAN.variants[:1]), tmp_path)
+        open_search(SearchPlan(4, 1000, PLAN.common, PLAN.variants[:1]), {}, tmp_path)
     with held(tmp_path), pytest.raises(RunInUse):
         search(tmp_path, 2)
     (tmp_path / "search.json").write_text("[")
     with pytest.raises(ConfigError, match=r"search.json is damaged"):
-        open_search(PLAN, tmp_path)
+        open_search(PLAN, {}, tmp_path)
+
+
+def test_a_folder_goes_on_only_with_what_its_search_takes_from_the_app(tmp_path):
+    usual = {**defaults(), "num-server-rounds": 3, "fedprox.mu": 0.5}
+    plan = replace(PLAN, common={"model": "cnn"})
+    open_search(plan, usual, tmp_path)
+    # The plan sets the model itself, and scores are the same with other trackers and more checkpoints.
+    ours = {"model": "mlp", "strategy": "local", "trackers": "mlflow", "mlflow.experiment": "x", "checkpoints": 9}
+    own = {**ours, "seed": 7, "runs": "elsewhere", "resume": "x"}
+    open_search(plan, {**usual, **own}, tmp_path)
+    message = (
+        r"num-server-rounds=5 \(the search has 3\), fedprox\.mu=0\.1 \(the search has 0\.5\)\. A search goes on only "
+        "as it began: give the app these values again, or start a new one with --folder"
+    )
+    with pytest.raises(ConfigError, match=message):
+        open_search(plan, {**usual, "num-server-rounds": 5, "fedprox.mu": 0.1}, tmp_path)
+
+
+def test_the_command_does_not_go_on_when_the_app_has_other_rounds(tmp_path, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    engine = SimpleNamespace(here=True, start_ahead=lambda runs: None, description="", at_once=1, stop=None)
+    monkeypatch.setattr(main, "_engine", lambda *_: nullcontext(engine))
+    monkeypatch.setattr(main, "run_trials", stopped)
+    file = tmp_path / "search.toml"
+    ranges = "[variant.search]\nlocal-epochs = { from = 1, to = 2 }"
+    file.write_text(f'[[variant]]\nname = "A"\nstrategy = "fedavg"\n{ranges}')
+    for rounds, status in ((3, 130), (5, 1), (3, 130)):
+        monkeypatch.setattr(main, "usual_run_config", lambda app, rounds=rounds: {"num-server-rounds": rounds})
+        ended = CliRunner().invoke(app, [str(file), "--folder", str(tmp_path / "found"), "--app", str(ROOT)])
+        assert ended.exit_code == status
+        assert ("num-server-rounds=5 (the search has 3)" in ended.stderr) == (rounds == 5)
+
+
+def test_a_search_of_another_version_goes_on_if_its_new_keys_have_their_defaults(tmp_path):
+    usual, old = defaults(), defaults()
+    del old["max-weight-share"]
+    open_search(PLAN, old, tmp_path)
+    open_search(PLAN, usual, tmp_path)
+    with pytest.raises(ConfigError, match=r"max-weight-share=0\.25 \(the search has 0\.5\)"):
+        open_search(PLAN, {**usual, "max-weight-share": 0.25}, tmp_path)
+    (tmp_path / "search.json").write_text(PLAN.to_json(usual))
+    open_search(PLAN, old, tmp_path)
+    kept = json.loads((tmp_path / "search.json").read_text())
+    del kept["usual"]
+    (tmp_path / "search.json").write_text(json.dumps(kept))
+    open_search(PLAN, {**usual, "max-weight-share": 0.25}, tmp_path)
+    (tmp_path / "search.json").write_text(json.dumps({**kept, "usual": 7}))
+    with pytest.raises(ConfigError, match=r"search.json is damaged"):
+        open_search(PLAN, usual, tmp_path)
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -454,7 +509,7 @@ class Parallel(Fake):
 
 def search_at_once(folder, trials, objective, stop=lambda: None):
     folder.mkdir(parents=True, exist_ok=True)
-    open_search(PLAN, folder)
+    open_search(PLAN, {}, folder)
     ended = []
     found = run_trials(
         PLAN, folder, trials, objective, minimise=False, on_trial=ended.append, at_once=2, stop=stop
