@@ -95,12 +95,10 @@ def _is_host(text: str) -> bool:
 
 def unused_proxy(host: str) -> str:
     """Return a clause for messages: the environment's proxy was not used for `host`; "" if it has none for it."""
-    from urllib.request import proxy_bypass_environment  # slow to import, and only for an error
-
     host = host.strip("[]")
     # `host` itself may be what `without_proxy` added.
-    excepted = ",".join(each for each in _listed("no_proxy", "NO_PROXY") if each != host)
-    if is_loopback(host) or proxy_bypass_environment(host, {"no": excepted}):
+    domains = [each.lstrip(".") for each in _listed("no_proxy", "NO_PROXY") if each != host]
+    if is_loopback(host) or any(each == "*" or f".{host}".endswith(f".{each}") for each in domains):
         return ""
     for name in _PROXIES:
         if proxy := os.environ.get(name):
