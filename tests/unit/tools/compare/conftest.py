@@ -50,7 +50,7 @@ def compare(monkeypatch, tmp_path):
         RunDirectory(run, read_config(run)).write_summary()
 
     def engine_for(name, app, **resources):
-        asked.append({"engine": name, **resources})
+        asked.append({"engine": name, "app": app, **resources})
         engine.run = simulate
         return contextlib.nullcontext(engine)
 
