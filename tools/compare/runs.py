@@ -44,6 +44,7 @@ from tepal.tools.compare.sections import DOUBT, Section
 from tepal.tools.compare.target import BASELINE, FinalScore
 from tepal.tools.compare.text_files import latex, markdown, runs_csv, strategies_csv
 from tepal.tools.simulation.engine import RunStopped
+from tepal.tools.simulation.running import remove_run
 from tepal.tools.terminal import EndProgress, RoundProgress, TimeLeft
 from tepal.training.data.inputs import InputConfig
 
@@ -204,7 +205,8 @@ def run_all(
 ) -> None:
     """Run the unfinished runs, and write the comparison after each.
 
-    A run that has a checkpoint is resumed. If a run fails, the others go on; Ctrl-C ends the comparison.
+    A run that has a checkpoint is resumed. The directory of one that has none is removed when it begins anew. If a run
+    fails, the others go on; Ctrl-C ends the comparison.
 
     Args:
         comparison: what is run.
@@ -281,17 +283,22 @@ def _run_one(
     errors: Console,
 ) -> None:
     """Run one. `time_left`: of all runs, which are run in turn; None: they are run at the same time."""
+    resumed = run.directory if run.checkpointed else None
+    cut_off = None if resumed else run.directory
 
     def begun(directory: Path) -> None:
         run.directory, run.outcome, run.reason = directory, "running", ""
         with _SAVING:
             comparison.save()
+        # comparison.json may have been changed by hand: what is removed is no other run's.
+        if cut_off is not None and all(each.directory != cut_off for each in comparison.runs):
+            remove_run(cut_off)
         # As for a run without a comparison: for `tepal report runs`, or to resume it.
         point_latest_at(directory, comparison.folder.parent)
 
     config = read_run_config(comparison.config_of(run), warn=False)  # `check` has warned
     name = f"{comparison.runs.index(run) + 1}/{len(comparison.runs)} {comparison.name(run)}"
-    metrics = read_metrics(run.directory) if run.directory and run.checkpointed else []
+    metrics = read_metrics(resumed) if resumed else []
     done = max((line.round for line in metrics), default=0)
     rounds = config.rounds.num_server_rounds
     if time_left is None:

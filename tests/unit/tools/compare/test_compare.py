@@ -279,11 +279,27 @@ def test_a_run_without_a_checkpoint_is_run_anew(compare):
     folder = kill_in(compare, "fedfrozen", 2)
     killed = read_comparison(folder).runs[4].directory
     (killed / "checkpoint" / "round-000001").rmdir()
+    caches = [folder / ".clients" / f"{name}-0123abcd" for name in (killed.name, f"{killed.name}-2")]
+    for cache in caches:
+        (cache / "personal" / "client-1").mkdir(parents=True)
     done = compare("--resume", str(folder), config=None)
     assert done.exit_code == 0, done.output
     assert [config["resume"] for config, *_ in compare.started] == ["", ""]
     assert compare.cells() == [("fedfrozen", 2), ("fedacs", 2)]
-    assert (folder / rows_of_runs(folder)[4]["run"]) != killed
+    assert not killed.exists() and [cache.exists() for cache in caches] == [False, True]
+    assert {path.name for path in folder.glob("*-fed*")} == {row["run"] for row in rows_of_runs(folder)}
+
+
+def test_no_directory_of_another_run_is_removed_for_one_that_is_run_anew(compare):
+    folder = kill_in(compare, "fedfrozen", 2)
+    plan = json.loads((folder / "comparison.json").read_text())
+    other = folder / plan["cells"][0]["run"]
+    plan["cells"][4]["run"] = other.name
+    (folder / "comparison.json").write_text(json.dumps(plan))
+    (other / "summary.json").unlink()
+    (other / "checkpoint" / "round-000001").rmdir()
+    assert compare("--resume", str(folder), config=None).exit_code == 0
+    assert compare.cells() == [("fedfrozen", 2), ("fedacs", 2)] and other.exists()
 
 
 def test_a_run_that_failed_is_tried_again(compare):
