@@ -171,7 +171,7 @@ def _run_trial(plan: SearchPlan, study: VariantStudy, trial: Trial, folder: Path
 
 
 def _remove_cut_off(study: VariantStudy, trial: Trial, folder: Path) -> None:
-    """Remove the run directory of a trial that was cut off, unless it is that of a trial that has ended."""
+    """Remove what is left of the run of a trial that was cut off, unless it is that of a trial that has ended."""
     name = Path(trial.run).name  # it is from a file: only a folder in this one is removed
     if name not in ("", "..") and all(Path(each.run).name != name for each in study.trials() if each.ended):
         remove_run(folder / name)
