@@ -51,7 +51,7 @@ def compare(monkeypatch, tmp_path):
 
     def engine_for(name, app, **resources):
         asked.append({"engine": name, "app": app, **resources})
-        engine.run = simulate
+        engine.run, engine.clients = simulate, resources["clients"]
         return contextlib.nullcontext(engine)
 
     monkeypatch.setattr("tepal.tools.cli.compare.engine_for", engine_for)
