@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import tomli_w
@@ -21,8 +22,17 @@ def app_folder(given: Path) -> Path:
 def own_app() -> Path:
     """Return the folder of Tepal's own app: the checkout, or for an installed wheel a temporary one that names it."""
     checkout = Path(tepal.__file__).resolve().parents[1]
-    if is_app(checkout):
-        return checkout
+    return checkout if is_app(checkout) else _installed()
+
+
+def is_own_app(app: Path) -> bool:
+    """Whether this is the folder of Tepal's own app."""
+    return app.resolve() == own_app().resolve()
+
+
+@cache
+def _installed() -> Path:
+    """A temporary folder that names the installed app, one for this process."""
     from tepal.server_app.config import defaults  # torch: a second
 
     folder = Path(tempfile.mkdtemp(prefix="tepal-app-"))

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from click.core import ParameterSource
 from rich.console import Console
 
-from tepal.host.superlink import RunError
+from tepal.host.superlink import RunError, is_app
 from tepal.host.toml import Value
 from tepal.records.run_directory import LATEST, RunInUse
 from tepal.server_app.config import ConfigError, RunConfig, defaults
@@ -17,6 +18,7 @@ from tepal.tools.cli import Ray, commands, reported
 from tepal.tools.cli.running import CPUS, ENGINE, GPUS, MEMORY, AppFolder, RunConfigs, Verbose, runner_for
 from tepal.tools.compare.comparison import (
     OWN_KEYS,
+    PLAN,
     Comparison,
     find_comparison,
     measure,
@@ -30,6 +32,7 @@ from tepal.tools.compare.runs import ALL, USUAL, check, check_tasks, new_folder,
 from tepal.tools.compare.tables import comparison_table, resume_command
 from tepal.tools.compare.target import target_value
 from tepal.tools.compare.variants import VariantsFile, read_variants
+from tepal.tools.own_app import is_own_app
 from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 from tepal.tools.simulation.engines import AUTO, engine_for
 from tepal.tools.simulation.running import cache_in, check_clients, run_once
@@ -40,6 +43,7 @@ app = commands("compare")
 
 @app.command("compare")
 def compare_command(
+    context: typer.Context,
     app: AppFolder = Path("."),
     strategies: Annotated[
         str | None,
@@ -106,10 +110,12 @@ def compare_command(
                 if strategies is not None:
                     raise ConfigError("--strategies and --variants: leave out one; the file names the strategies")
                 comparison = _of_variants(app, given, variants, read_variants(variants), grid, seeds, clients)
+            comparison.app = "" if is_own_app(app) else str(app.resolve())
         else:
             fixed = {"--strategies": strategies, "--variants": variants, "--vary": vary, "--seeds": seeds,
                      "--clients": clients, "--run-config": run_config}  # fmt: skip
             comparison = _begun_comparison(app, resume, [option for option, value in fixed.items() if value])
+            app = _app_of(comparison, app, given=context.get_parameter_source("app") is not ParameterSource.DEFAULT)
         comparison.target = comparison.target if target is None else _target(target)
         comparison.cpus = comparison.cpus if cpus is None else cpus
         comparison.gpus = comparison.gpus if gpus is None else gpus
@@ -236,3 +242,19 @@ def _begun_comparison(app: Path, resume: str, fixed: list[str]) -> Comparison:
         )
     runs = {**defaults(), **usual_run_config(app)}["runs"] if resume == LATEST else resume
     return read_comparison(find_comparison(Path(str(runs)).expanduser().resolve()))
+
+
+def _app_of(comparison: Comparison, app: Path, *, given: bool) -> Path:
+    """Return the app to resume a comparison with: the one that it began with, if it names one, else `app`.
+
+    Raises ConfigError if that is gone, or if `app` is another one that was `given`.
+    """
+    if not comparison.app:
+        return app
+    its = Path(comparison.app)
+    runs = f"{comparison.folder}: its runs are of the app in {its}"
+    if given and app.resolve() != its:
+        raise ConfigError(f"{runs}, not of the one in {app.absolute()}: leave out the folder of the app")
+    if not is_app(its):
+        raise ConfigError(f"{runs}, which is no longer there: put it back or, if it was moved, change app in {PLAN}")
+    return its

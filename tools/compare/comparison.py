@@ -345,8 +345,7 @@ def _on_own_tests(results: Sequence[Result]) -> bool:
 
     A global model may be scored there in the last round alone, and so cannot be compared by the round that reached it.
     """
-    curves = [[each.curve for each in result.runs if each.curve is not None] for result in results]
-    return all(each and all(curve.of == "personal" for curve in each) for each in curves)
+    return all(each.personal for result in results for each in result.runs)
 
 
 def _final(run: Measured, own_tests: bool) -> float | None:

@@ -18,12 +18,11 @@ foreign images that are flagged while 5 % of the held-out images are."""
 
 
 def doubt_figures(metrics: Sequence[RoundRecord]) -> dict[str, float | None]:
-    """The last values measured on the server's held-out data, under the keys of DOUBT_COLUMNS; None for others."""
+    """What was measured with the last score on the server's held-out data, under the keys of DOUBT_COLUMNS.
+
+    None for what has no value there: an earlier one, as of a loss before the model diverged, is not that of the result.
+    """
     server = [line for line in metrics if line.accuracy_of == "server"]
     if any(line.accuracy_of == "personal" for line in metrics):
         server = []  # the result is not the server's model
-    return {column.key: _last(server, column.key) for column in DOUBT_COLUMNS}
-
-
-def _last(lines: Sequence[RoundRecord], name: str) -> float | None:
-    return next((value for line in reversed(lines) if (value := line.value(name)) is not None), None)
+    return {column.key: server[-1].value(column.key) if server else None for column in DOUBT_COLUMNS}

@@ -66,6 +66,16 @@ class Measured:
         of_server = [line.value(self.by.key) for line in self.metrics if line.accuracy_of == "server"]
         return of_server[-1] if of_server else None
 
+    @property
+    def personal(self) -> bool:
+        """Whether its models are personal: by its curve or, before it has one, by its strategy."""
+        if self.curve is not None:
+            return self.curve.of == "personal"
+        from tepal.strategies import STRATEGIES  # Flower: a second
+
+        listed = STRATEGIES.get(self.run.strategy)  # None: a strategy of another version
+        return listed is not None and bool(listed.result)
+
     @cached_property
     def transferred(self) -> list[float | None]:
         """Payload bytes of all clients, both ways, up to and including each round."""

@@ -67,6 +67,7 @@ class Comparison:
         cpus, gpus: Resources of each client, as of `tepal compare`; on a cluster, of each run.
         memory: Gigabytes of each run on a cluster.
         engine: What simulates the clients.
+        app: The absolute path of the app's folder; "" for Tepal's own, and of a comparison from an earlier version.
         target: The score until which bytes, rounds and time are counted, or the text of a `FinalScore`; None:
             `target_of`.
         sections: The variants, in sections; empty if strategies are compared without varied keys.
@@ -80,6 +81,7 @@ class Comparison:
     gpus: float = 0
     memory: float = 0
     engine: str = AUTO
+    app: str = ""
     target: float | str | None = None
     sections: Sequence[Section] = ()
 
@@ -195,9 +197,10 @@ class Comparison:
         """Write `comparison.json`. Raises OSError, naming the file, where it cannot be written."""
         names = [each.name for each in fields(self) if each.name not in ("folder", "runs", "sections")]
         plan = {name: getattr(self, name) for name in names}
-        # Earlier versions know neither sections nor memory, and read what has none.
-        if not self.memory:
-            del plan["memory"]
+        # Earlier versions know neither sections, memory nor app, and read what has none.
+        for name in ("memory", "app"):
+            if not plan[name]:
+                del plan[name]
         if self.sections:
             plan["sections"] = [section.to_dict() for section in self.sections]
         cells = [{**run.to_dict(), "run": run.directory.name if run.directory else None} for run in self.runs]
@@ -287,6 +290,8 @@ def _check(comparison: Comparison) -> None:
         raise ValueError(f"it has {len(comparison.runs)} runs, expected 1 to {MOST_RUNS:,}")
     if not isinstance(comparison.run_config, dict) or type(comparison.clients) is not int:
         raise ValueError("the run config or the number of clients is of another type")
+    if not isinstance(comparison.app, str) or not (comparison.app == "" or Path(comparison.app).is_absolute()):
+        raise ValueError("the folder of the app is not an absolute path")
     if comparison.target is not None:
         comparison.target = target_value(comparison.target)
     for value in comparison.run_config.values():

@@ -6,6 +6,7 @@ that finished are not run again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -44,6 +45,7 @@ from tepal.tools.compare.sections import DOUBT, Section
 from tepal.tools.compare.target import BASELINE, FinalScore
 from tepal.tools.compare.text_files import latex, markdown, runs_csv, strategies_csv
 from tepal.tools.simulation.engine import RunStopped
+from tepal.tools.simulation.running import remove_run
 from tepal.tools.terminal import EndProgress, RoundProgress, TimeLeft
 from tepal.training.data.inputs import InputConfig
 
@@ -201,10 +203,12 @@ def run_all(
     errors: Console,
     at_once: int = 1,
     stop: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Run the unfinished runs, and write the comparison after each.
+    """Run the unfinished runs, and write the comparison after each (see `_Files`) and at the end.
 
-    A run that has a checkpoint is resumed. If a run fails, the others go on; Ctrl-C ends the comparison.
+    A run that has a checkpoint is resumed. The directory of one that has none is removed when it begins anew. If a run
+    fails, the others go on; Ctrl-C ends the comparison.
 
     Args:
         comparison: what is run.
@@ -213,45 +217,78 @@ def run_all(
         errors: where errors are shown.
         at_once: how many are run at the same time, each in a thread.
         stop: ends the runs of threads, which then raise RunStopped.
+        clock: seconds from any time on.
 
     Raises RunInUse if another process runs this comparison.
     """
     with held(comparison.folder):
         comparison.save()
+        files = _Files(comparison, clock)
         todo = [run for run in comparison.runs if run.outcome != "finished"]
         try:
             if at_once == 1:
-                _in_turn(comparison, todo, start, console, errors)
+                _in_turn(comparison, todo, start, files, console, errors)
             else:
                 one = partial(_run_one, comparison, start=start, time_left=None, console=console, errors=errors)
-                _in_threads(comparison, todo, one, at_once, stop)
+                _in_threads(todo, one, files, at_once, stop)
         except KeyboardInterrupt:
             comparison.save()
-        except Exception:
-            _remove_unused(comparison.folder)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, Exception):  # after SIGTERM or SIGHUP it can be resumed
+                _remove_unused(comparison.folder)
+            if comparison.folder.exists():
+                with suppress(OSError):  # it would hide the error
+                    comparison.save()
+                    write_comparison(comparison)
             raise
         write_comparison(comparison)
 
 
+class _Files:
+    """The files that are written after the runs of a comparison.
+
+    All runs so far are read for them, which takes the longer the more there are. So that it takes a small share of the
+    time, they are not written after each run of a long comparison.
+    """
+
+    def __init__(self, comparison: Comparison, clock: Callable[[], float]) -> None:
+        self._comparison, self._clock = comparison, clock
+        self._spent = self._last = self._ended = 0.0  # seconds of all writings and of the last one; when that ended
+
+    def write(self) -> None:
+        """Write them, unless the last writing took too much of the time until now."""
+        begun = self._clock()
+        if self._spent > _SHORT and self._last > _SHARE * (begun - self._ended):
+            return
+        write_comparison(self._comparison)
+        self._ended = self._clock()
+        self._last = self._ended - begun
+        self._spent += self._last
+
+
+_SHARE = 0.05  # of the time that is spent on writing
+_SHORT = 30.0  # seconds of all writings so far, up to which their share may be larger
+
+
 def _in_turn(
-    comparison: Comparison, todo: list[ComparedRun], start: Start, console: Console, errors: Console
+    comparison: Comparison, todo: list[ComparedRun], start: Start, files: _Files, console: Console, errors: Console
 ) -> None:
     rounds = [int(comparison.settings_of(run)["num-server-rounds"]) for run in todo]
     time_left = TimeLeft(len(todo), max(rounds, default=0), of_each=rounds)
     for run in todo:
         try:
             _run_one(comparison, run, start, time_left, console, errors)
-            write_comparison(comparison)
-        except KeyboardInterrupt:
+            files.write()
+        except BaseException:
             if run.outcome != "finished":
                 run.outcome, run.reason = "stopped", ""
             raise
 
 
 def _in_threads(
-    comparison: Comparison,
     todo: list[ComparedRun],
     one: Callable[[ComparedRun], None],
+    files: _Files,
     at_once: int,
     stop: Callable[[], None],
 ) -> None:
@@ -259,7 +296,7 @@ def _in_threads(
     try:
         for ended in as_completed([pool.submit(one, run) for run in todo]):
             ended.result()
-            write_comparison(comparison)
+            files.write()
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)  # before the others end, so that none begins in their place
         stop()
@@ -281,17 +318,22 @@ def _run_one(
     errors: Console,
 ) -> None:
     """Run one. `time_left`: of all runs, which are run in turn; None: they are run at the same time."""
+    resumed = run.directory if run.checkpointed else None
+    cut_off = None if resumed else run.directory
 
     def begun(directory: Path) -> None:
         run.directory, run.outcome, run.reason = directory, "running", ""
         with _SAVING:
             comparison.save()
+        # comparison.json may have been changed by hand: what is removed is no other run's.
+        if cut_off is not None and all(each.directory != cut_off for each in comparison.runs):
+            remove_run(cut_off)
         # As for a run without a comparison: for `tepal report runs`, or to resume it.
         point_latest_at(directory, comparison.folder.parent)
 
     config = read_run_config(comparison.config_of(run), warn=False)  # `check` has warned
     name = f"{comparison.runs.index(run) + 1}/{len(comparison.runs)} {comparison.name(run)}"
-    metrics = read_metrics(run.directory) if run.directory and run.checkpointed else []
+    metrics = read_metrics(resumed) if resumed else []
     done = max((line.round for line in metrics), default=0)
     rounds = config.rounds.num_server_rounds
     if time_left is None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -29,6 +28,7 @@ from tepal.tools.cluster.engine import ClusterFailed
 from tepal.tools.search.plan import USUAL, SearchPlan
 from tepal.tools.search.results import FOUND, TRIALS, Found, found_toml, trials_csv
 from tepal.tools.search.study import Trial, VariantStudy
+from tepal.tools.simulation.running import remove_run
 
 PLAN, JOURNAL = "search.json", "trials.journal"
 
@@ -191,10 +191,10 @@ def _run_trial(plan: SearchPlan, study: VariantStudy, trial: Trial, folder: Path
 
 
 def _remove_cut_off(study: VariantStudy, trial: Trial, folder: Path) -> None:
-    """Remove the run directory of a trial that was cut off, unless it is that of a trial that has ended."""
+    """Remove what is left of the run of a trial that was cut off, unless it is that of a trial that has ended."""
     name = Path(trial.run).name  # it is from a file: only a folder in this one is removed
     if name not in ("", "..") and all(Path(each.run).name != name for each in study.trials() if each.ended):
-        shutil.rmtree(folder / name, ignore_errors=True)
+        remove_run(folder / name)
 
 
 def _finished(study: VariantStudy) -> Iterator[Trial]:

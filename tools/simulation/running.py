@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -163,9 +165,27 @@ def run_once(
     # Imported here: it imports Flower.
     from tepal.exchange.cache import forget_parts
 
-    for experiment in cache_in(runs).glob(f"{found[0].name}-{'[0-9a-f]' * 8}"):  # as `run` names it
+    for experiment in _experiments(cache_in(runs), found[0].name):
         forget_parts(experiment)
     return found[0]
+
+
+def remove_run(run: Path) -> None:
+    """Remove the directory of a run that was cut off, and its clients' caches next to it.
+
+    Those in TEPAL_CACHE stay: other folders of runs may share it, and have a run of this name.
+    """
+    from tepal.exchange.cache import forget_parts  # it imports Flower
+
+    shutil.rmtree(run, ignore_errors=True)
+    for experiment in _experiments(run.parent / _CLIENTS, run.name):
+        forget_parts(experiment)
+        shutil.rmtree(experiment, ignore_errors=True)
+
+
+def _experiments(cache: Path, run: str) -> Iterator[Path]:
+    """The folders of a run in a cache, as `tepal.server_app.run` names them."""
+    return cache.glob(f"{glob.escape(run)}-{'[0-9a-f]' * 8}")
 
 
 def places(config: RunConfig) -> tuple[Path | None, Path]:

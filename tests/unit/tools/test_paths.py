@@ -20,7 +20,7 @@ from tepal.tools.cli.main import main
 from tepal.tools.cli.running import run_other, runner_for
 from tepal.tools.cluster import engine as on_cluster
 from tepal.tools.compare.variants import read_variants
-from tepal.tools.own_app import app_folder, own_app
+from tepal.tools.own_app import app_folder, is_own_app, own_app
 from tepal.tools.paths import absolute_paths, files_in, given_run_config, has_our_keys, usual_run_config, with_paths
 from tepal.tools.search.plan import read_plan
 from tests.packages import ROOT
@@ -158,7 +158,7 @@ def test_of_a_wheel_tepals_own_app_is_a_folder_that_names_the_installed_one(here
     app = own_app()
     table = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert table["config"] == defaults() and has_our_keys(app)
+    assert table["config"] == defaults() and has_our_keys(app) and is_own_app(app) and not is_own_app(ROOT)
     assert table["components"] == {key: f"tepal.{value}" for key, value in ours["components"].items()}
 
 

@@ -50,8 +50,8 @@ def compare(monkeypatch, tmp_path):
         RunDirectory(run, read_config(run)).write_summary()
 
     def engine_for(name, app, **resources):
-        asked.append({"engine": name, **resources})
-        engine.run = simulate
+        asked.append({"engine": name, "app": app, **resources})
+        engine.run, engine.clients = simulate, resources["clients"]
         return contextlib.nullcontext(engine)
 
     monkeypatch.setattr("tepal.tools.cli.compare.engine_for", engine_for)

@@ -354,6 +354,21 @@ def test_doubt_of_several_seeds_says_what_is_undecided(tmp_path):
     assert "undecided" in shown(found)
 
 
+def test_the_doubt_of_a_model_that_diverged_is_not_that_from_before(tmp_path):
+    diverged = [
+        RoundRecord(round=number, accuracy=accuracy, loss=loss, accuracy_of="server", calibration_error=0.1 * number)
+        for number, (accuracy, loss) in enumerate([(0.8, 0.5), (0.1, None), (0.1, None)], start=1)
+    ]
+    rounds = {("single", 7): doubtful(0.9, 0.4, 0.08, 0.45), ("ensemble", 7): diverged}
+    found = results(tmp_path, DOUBT, rounds, seeds=(7,))
+    assert (found.runs[1].server_score, found.runs[1].doubt["loss"]) == (0.1, None)
+    assert answer(found.sections[0]) == (
+        "Compared with single (in brackets), ensemble has accuracy 0.1000 (0.9000) and calibration error 0.3000 "
+        "(0.0800)."
+    )
+    assert [row["loss"] for row in csv.DictReader(io.StringIO(runs_csv(found)))] == ["0.4", ""]
+
+
 def test_doubt_that_was_not_measured_has_no_answer(tmp_path):
     found = results(tmp_path, DOUBT, {("single", 7): scores(0.9, megabytes=1)}, seeds=(7,))
     assert answer(found.sections[0]).startswith("Loss, calibration error and flagged images were not measured")

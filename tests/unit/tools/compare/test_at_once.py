@@ -1,16 +1,20 @@
 """`tepal compare` with several runs at the same time, as on a cluster."""
 
+import contextlib
 import csv
+import io
 import signal
 import threading
 
 import pytest
+from rich.console import Console
 
 from tepal.host.superlink import RunError
 from tepal.records.run_directory import read_config
 from tepal.tools.compare import runs
 from tepal.tools.compare.comparison import read_comparison
 from tepal.tools.simulation.engine import RunStopped
+from tests.comparisons import comparison_in, leave_run
 
 THREE = ("--strategies", "fedavg,fedfrozen,fedacs")
 
@@ -114,6 +118,49 @@ def test_ctrl_c_after_the_last_run_leaves_it_finished(compare, monkeypatch):
 
     monkeypatch.setattr(runs, "write_comparison", write)
     assert compare("--strategies", "fedavg,fedacs").exit_code == 0 and outcomes(folders(compare)[0]) == ["finished"] * 2
+
+
+@pytest.fixture
+def many(tmp_path, monkeypatch):
+    """Run 25 times 10 s, or until a run raises an error, and return when the files were written: each time for 8 s."""
+    comparison, now, written, real = comparison_in(tmp_path, ["fedavg"], range(25)), [0], [], runs.write_comparison
+
+    def write(comparison):
+        written.append(now[0])
+        now[0] += 8
+        real(comparison)
+
+    def run(at_once=1, error=None):
+        def start(config, _progress, begun):
+            now[0] += 10
+            if error and config.rounds.seed == 22:
+                raise error
+            begun(run := leave_run(tmp_path, "fedavg", seed=config.rounds.seed))
+            return run
+
+        console = Console(file=io.StringIO())
+        runs.run_all(comparison, start, console=console, errors=console, at_once=at_once, clock=lambda: now[0])
+        return written
+
+    monkeypatch.setattr(runs, "write_comparison", write)
+    run.written = written
+    return run
+
+
+def test_the_files_of_many_runs_are_not_written_after_each(many, tmp_path):
+    # After four times they have taken 32 s. Then 160 s, of which 8 s are 5 %, are to pass.
+    assert many() == [10, 28, 46, 64, 232, 290] and outcomes(tmp_path) == ["finished"] * 25
+
+
+def test_the_files_of_many_runs_at_once_have_all_in_the_end(many, tmp_path):
+    assert len(many(at_once=2)) < 12 and outcomes(tmp_path) == ["finished"] * 25
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+def test_the_files_of_many_runs_are_written_when_one_ends_all(many, tmp_path, error):
+    with contextlib.nullcontext() if error is KeyboardInterrupt else pytest.raises(error):
+        many(error=error)
+    assert many.written[-2:] == [232, 270] and outcomes(tmp_path) == ["finished"] * 22 + ["stopped"] + ["not run"] * 2
 
 
 def test_an_error_of_the_settings_stops_the_others_and_is_said(compare):

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tepal.tools.compare.comparison import read_comparison
 from tepal.tools.compare.picture import STRATEGIES
 from tepal.tools.compare.runs import USUAL
 from tepal.tools.terminal import RoundProgress, TimeLeft
-from tests.comparisons import Killed
+from tests.comparisons import Killed, comparison_in
 from tests.lines import read_lines
 from tests.packages import ROOT
 
@@ -278,11 +279,27 @@ def test_a_run_without_a_checkpoint_is_run_anew(compare):
     folder = kill_in(compare, "fedfrozen", 2)
     killed = read_comparison(folder).runs[4].directory
     (killed / "checkpoint" / "round-000001").rmdir()
+    caches = [folder / ".clients" / f"{name}-0123abcd" for name in (killed.name, f"{killed.name}-2")]
+    for cache in caches:
+        (cache / "personal" / "client-1").mkdir(parents=True)
     done = compare("--resume", str(folder), config=None)
     assert done.exit_code == 0, done.output
     assert [config["resume"] for config, *_ in compare.started] == ["", ""]
     assert compare.cells() == [("fedfrozen", 2), ("fedacs", 2)]
-    assert (folder / rows_of_runs(folder)[4]["run"]) != killed
+    assert not killed.exists() and [cache.exists() for cache in caches] == [False, True]
+    assert {path.name for path in folder.glob("*-fed*")} == {row["run"] for row in rows_of_runs(folder)}
+
+
+def test_no_directory_of_another_run_is_removed_for_one_that_is_run_anew(compare):
+    folder = kill_in(compare, "fedfrozen", 2)
+    plan = json.loads((folder / "comparison.json").read_text())
+    other = folder / plan["cells"][0]["run"]
+    plan["cells"][4]["run"] = other.name
+    (folder / "comparison.json").write_text(json.dumps(plan))
+    (other / "summary.json").unlink()
+    (other / "checkpoint" / "round-000001").rmdir()
+    assert compare("--resume", str(folder), config=None).exit_code == 0
+    assert compare.cells() == [("fedfrozen", 2), ("fedacs", 2)] and other.exists()
 
 
 def test_a_run_that_failed_is_tried_again(compare):
@@ -311,6 +328,67 @@ def test_two_cannot_be_at_work_on_one_comparison(compare):
         done = compare("--resume", str(folder), config=None)
     assert done.exit_code == 1 and "has not ended; stop that one first" in done.output
     assert compare.cells() == []
+
+
+@pytest.fixture
+def fork(compare, tmp_path):
+    """A checkout of Tepal in another folder, in which a comparison was killed; with that comparison's folder."""
+    app = tmp_path / "fork"
+    app.mkdir()
+    shutil.copy(ROOT / "pyproject.toml", app)
+    compare.failing["fedacs"] = Killed()
+    with pytest.raises(Killed):
+        CliRunner().invoke(
+            main,
+            ["compare", str(app), "-c", f'num-server-rounds=3 runs="{compare.runs}"', "--clients", "3",
+             "--strategies", "fedavg,fedacs"],
+        )  # fmt: skip
+    compare.failing.clear()
+    (folder,) = compare.runs.glob("*-compare")
+    return app, folder
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_comparison_goes_on_with_the_app_that_it_began_with(compare, fork, monkeypatch, tmp_path, named):
+    app, folder = fork
+    monkeypatch.chdir(tmp_path if named else ROOT)
+    done = CliRunner().invoke(main, ["compare", *(["fork"] if named else []), "--resume", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert [of["app"].resolve() for of in compare.asked] == [app, app]
+
+
+def test_a_comparison_does_not_go_on_with_another_app(compare, fork):
+    app, folder = fork
+    refused = compare("--resume", str(folder), config=None)  # of the app in this folder
+    said = f"{folder}: its runs are of the app in {app}, not of the one in {ROOT}: leave out the folder of the app"
+    assert refused.exit_code == 1 and said in refused.stderr
+    shutil.rmtree(app)
+    refused = CliRunner().invoke(main, ["compare", "--resume", str(folder)])
+    said = f"its runs are of the app in {app}, which is no longer there: put it back or, if it was moved, change app in"
+    assert refused.exit_code == 1 and said in refused.stderr
+    assert len(compare.asked) == 1
+
+
+@pytest.mark.parametrize("app", ["fork", 3, None])
+def test_an_app_that_is_no_absolute_path_is_refused(tmp_path, app):
+    comparison = comparison_in(tmp_path, ["fedavg"], app=str(tmp_path))
+    comparison.save()
+    plan = json.loads((tmp_path / "comparison.json").read_text())
+    (tmp_path / "comparison.json").write_text(json.dumps({**plan, "app": app}))
+    with pytest.raises(ValueError, match="the folder of the app is not an absolute path"):
+        read_comparison(tmp_path)
+
+
+def test_a_comparison_of_tepals_own_app_names_none_as_in_earlier_versions(compare, fork):
+    app, folder = fork
+    plan = json.loads((folder / "comparison.json").read_text())
+    assert plan.pop("app") == str(app)
+    (folder / "comparison.json").write_text(json.dumps(plan))
+    assert compare("--resume", str(folder), config=None).exit_code == 0 and compare.asked[-1]["app"].resolve() == ROOT
+    assert "app" not in json.loads((folder / "comparison.json").read_text())
+    assert compare("--strategies", "fedavg").exit_code == 0
+    newest = max(compare.runs.glob("*-compare*"))
+    assert "app" not in json.loads((newest / "comparison.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,17 @@ def test_a_global_model_that_is_not_scored_yet_decides_as_one_that_is(tmp_path):
     assert not found.target.own_tests and found.variants[0].figures["rounds_to_target"] is None
 
 
+@pytest.mark.parametrize("outcome", ["failed", "running"])
+def test_a_personal_model_that_is_not_scored_yet_decides_as_one_that_is(tmp_path, outcome):
+    comparison = comparison_in(tmp_path, ["fedacs", "fedamp"], (1, 2), target=0.85)
+    for run in comparison.runs:
+        if run.strategy == "fedamp":
+            run.outcome = outcome
+    found = measure(finish(comparison))
+    assert found.target.own_tests and found.variants[0].figures["rounds_to_target"].mean == 2
+    assert [row["bytes_to_target"] for row in rows_of(tmp_path)] == ["20000000", ""] * 2
+
+
 def test_a_global_baselines_target_is_on_the_servers_data(tmp_path):
     sections = [("S", "bytes", {"own": "fedacs", "global": "fedavg"}, {"baseline": "global", "within": 0.1})]
     [group] = measure(finish(variants_in(tmp_path, sections))).sections
