@@ -136,7 +136,9 @@ def _plain(value: Any) -> Any:
         return [_plain(each) for each in value]
     if isinstance(value, str):
         return str.__str__(value)  # of an enumeration, `str` may be its name
-    return next((kind(value) for kind in (int, float, bytes) if isinstance(value, kind)), value)
+    if isinstance(value, bytes):
+        return bytes(value)
+    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), value)
 
 
 def write_id(content: Mapping[str, Any]) -> str:

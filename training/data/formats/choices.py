@@ -8,7 +8,7 @@ answers are positions or texts is decided for all its rows together, those of tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,57 +21,58 @@ Choices = tuple[str, ...]
 
 
 def choices_of(
-    columns: Sequence[Sequence[Any]], answers: Sequence[Any], place: Callable[[int], str]
-) -> tuple[tuple[Choices, ...], NDArray[np.int64]]:
-    """Return the choices of n questions, and the position of each right one (n,).
+    parts: Mapping[str, tuple[Sequence[Sequence[Any]], Sequence[Any]]], origin: str
+) -> dict[str, tuple[tuple[Choices, ...], NDArray[np.int64]]]:
+    """Return, for each part of a data set, the choices of its n questions and the position of each right one (n,).
 
     Args:
-        columns: one column with all choices of a question, or one column per choice.
-        answers: n answers, as in the table.
-        place: returns where a row is, for messages.
+        parts: part → its columns, which are one with all choices of a question or one per choice; and its n answers, as
+            in the table.
+        origin: the data set, for messages.
 
     Raises:
         DataError: a question has fewer than two choices, a choice is not text, or an answer is not among them; or all
             answers can be positions and can be texts, and these differ.
     """
-    found, labels_of = [], []
-    for row in range(len(answers)):
-        cells = [column[row] for column in columns]
-        choices, labels = _choices_in(cells[0] if len(cells) == 1 else cells)
-        if len(choices) < 2 or not all(isinstance(choice, str) and choice.strip() for choice in choices):
-            raise DataError(f"{place(row)}: has the choices {list(choices)!r:.80}: give at least two texts")
-        found.append(choices)
-        labels_of.append(labels)
-    as_texts = _are_texts(answers, found, labels_of, place)
-    positions = [
-        choices.index(str(answer).strip()) if as_texts and str(answer).strip() not in labels
-        else _position(answer, choices, labels, place(row))
-        for row, (answer, choices, labels) in enumerate(zip(answers, found, labels_of, strict=True))
+    rows = [
+        (f"{origin}: {part}: row {row + 1}" if part else f"{origin}: row {row + 1}", answers[row],
+         *_choices_in([column[row] for column in columns]))
+        for part, (columns, answers) in parts.items()
+        for row in range(len(answers))
     ]  # fmt: skip
-    return tuple(found), np.array(positions, dtype=np.int64)
+    for place, _, choices, _ in rows:
+        if len(choices) < 2 or not all(isinstance(choice, str) and choice.strip() for choice in choices):
+            raise DataError(f"{place}: has the choices {list(choices)!r:.80}: give at least two texts")
+    as_texts = _are_texts(rows)
+    found: dict[str, tuple[tuple[Choices, ...], NDArray[np.int64]]] = {}
+    end = 0
+    for part, (_, answers) in parts.items():
+        start, end = end, end + len(answers)
+        positions = [
+            choices.index(str(answer).strip()) if as_texts and str(answer).strip() not in labels
+            else _position(answer, choices, labels, place)
+            for place, answer, choices, labels in rows[start:end]
+        ]  # fmt: skip
+        found[part] = tuple(choices for _, _, choices, _ in rows[start:end]), np.array(positions, dtype=np.int64)
+    return found
 
 
-def _are_texts(
-    answers: Sequence[Any],
-    found: Sequence[Choices],
-    labels_of: Sequence[Sequence[str]],
-    place: Callable[[int], str],
-) -> bool:
+def _are_texts(rows: Sequence[tuple[str, Any, Choices, Sequence[str]]]) -> bool:
     """Return whether all answers that are no labels are texts of choices, and some are no positions.
 
     Raises DataError if all are both, and these differ.
     """
-    rows = [(row, str(answer).strip()) for row, answer in enumerate(answers)]
-    rows = [(row, text) for row, text in rows if text not in labels_of[row]]
-    if not all(isinstance(answers[row], str) and found[row].count(text) == 1 for row, text in rows):
+    rows = [row for row in rows if str(row[1]).strip() not in row[3]]
+    texts = [(place, str(answer).strip(), choices) for place, answer, choices, _ in rows]
+    if not all(isinstance(row[1], str) for row in rows) or any(choices.count(text) != 1 for _, text, choices in texts):
         return False
-    if not all(_is_position(text, found[row]) for row, text in rows):
+    if not all(_is_position(text, choices) for _, text, choices in texts):
         return True
-    for row, text in rows:
-        if found[row].index(text) != int(text):
+    for place, text, choices in texts:
+        if choices.index(text) != int(text):
             raise DataError(
-                f"{place(row)}: the answer {text!r} is a position from 0 on and also the text of another "
-                "choice, and so it is in all rows: write the right choices as letters (A is the first)"
+                f"{place}: the answer {text!r} is a position from 0 on and also the text of another choice, and so it "
+                "is in all rows: write the right choices as letters (A is the first)"
             )
     return False
 
@@ -80,8 +81,9 @@ def _is_position(text: str, choices: Choices) -> bool:
     return text.isdecimal() and int(text) < len(choices)
 
 
-def _choices_in(cell: Any) -> tuple[Choices, Sequence[str]]:
-    """Return the choices of a question, and their labels if they have labels."""
+def _choices_in(cells: Sequence[Any]) -> tuple[Choices, Sequence[str]]:
+    """Return the choices of a question, in one cell or one a cell, and their labels if they have labels."""
+    cell = cells[0] if len(cells) == 1 else cells
     if isinstance(cell, Mapping):
         return tuple(cell.get("text") or ()), [str(label) for label in cell.get("label") or ()]
     if isinstance(cell, list | tuple) and cell and all(isinstance(choice, Mapping) for choice in cell):

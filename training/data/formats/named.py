@@ -148,7 +148,7 @@ def read_to_predict(path: Path, reading: Reading, tables: Tables) -> tuple[Texts
     choices = None
     if reading.choices_column:
         columns = [rows[name] for name in separated(reading.choices_column)]
-        choices, _ = choices_of(columns, [0] * len(texts), lambda row: f"{path}: row {row + 1}")
+        choices, _ = choices_of({"": (columns, [0] * len(texts))}, str(path))[""]
     return Texts(tuple(texts), None, None, None if seconds is None else tuple(seconds), choices), False
 
 

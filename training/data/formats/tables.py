@@ -205,23 +205,12 @@ def _texts(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[
 def _questions(tables: Mapping[str, Rows], origin: str, reading: Reading) -> Source[Texts]:
     if not reading.label_column:
         raise DataError(f"{origin}: questions need a column with the right choice: set label-column")
-    sizes = [len(table[reading.text_column]) for table in tables.values()]
-    places = [(part, row) for part, size in zip(tables, sizes, strict=True) for row in range(1, size + 1)]
-
-    def column(name: str) -> list[Any]:
-        return [cell for table in tables.values() for cell in table[name]]
-
-    def place(row: int) -> str:
-        part, number = places[row]
-        return f"{origin}: {part}: row {number}" if part else f"{origin}: row {number}"
-
-    columns = [column(name) for name in separated(reading.choices_column)]
-    choices, labels = choices_of(columns, column(reading.label_column), place)
-    parts, end = {}, 0
-    for (part, table), size in zip(tables.items(), sizes, strict=True):
-        start, end = end, end + size
-        questions, groups = tuple(table[reading.text_column]), _groups(table, reading, range(size))
-        parts[part] = Texts(questions, labels[start:end], groups, choices=choices[start:end])
+    columns = {part: [table[name] for name in separated(reading.choices_column)] for part, table in tables.items()}
+    given = {part: (columns[part], table[reading.label_column]) for part, table in tables.items()}
+    parts = {}
+    for part, (choices, labels) in choices_of(given, origin).items():
+        questions, groups = tuple(tables[part][reading.text_column]), _groups(tables[part], reading, range(len(labels)))
+        parts[part] = Texts(questions, labels, groups, choices=choices)
     return checked_texts(parts, origin, reading)
 
 

@@ -61,18 +61,18 @@ def test_the_right_choice_may_be_told_in_several_ways(tmp_path, answers):
 
 
 def test_texts_that_are_numbers_are_no_positions():
-    def place(row):
-        return f"t: row {row + 1}"
+    def right(choices, answers):
+        return choices_of({"": ([choices], answers)}, "t")[""][1].tolist()
 
     choices = [["2", "3", "4", "5"], ["10", "20", "1", "0"]]
-    assert choices_of([choices], ["3", "20"], place)[1].tolist() == [1, 1]
-    assert choices_of([choices], [3, 1], place)[1].tolist() == [3, 1], "numbers are positions"
-    assert choices_of([choices], ["3", "2"], place)[1].tolist() == [3, 2], "2 is no choice of the second row"
-    assert choices_of([[["0", "1"]]], ["1"], place)[1].tolist() == [1], "both are the same"
+    assert right(choices, ["3", "20"]) == [1, 1]
+    assert right(choices, [3, 1]) == [3, 1], "numbers are positions"
+    assert right(choices, ["3", "2"]) == [3, 2], "2 is no choice of the second row"
+    assert right([["0", "1"]], ["1"]) == [1], "both are the same"
     with pytest.raises(DataError, match=r"^t: row 2: the answer '0' is a position .*: write .* as letters"):
-        choices_of([[["2", "1"], ["1", "0"]]], ["1", "0"], place)
+        right([["2", "1"], ["1", "0"]], ["1", "0"])
     own = [{"text": ["3", "1", "2"], "label": ["1", "2", "3"]}, ["7", "8"]]
-    assert choices_of([own], ["1", "8"], place)[1].tolist() == [0, 1], "the choices' own labels come first"
+    assert right(own, ["1", "8"]) == [0, 1], "the choices' own labels come first"
 
 
 def test_the_parts_of_a_data_set_are_decided_together(tmp_path):
