@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
@@ -248,23 +249,44 @@ def _in_pool(
 
 def _compute_one(compute: Compute, trial: Trial, inputs: TrialInputs) -> float | str:
     """Compute and keep a trial. Returns its seconds, or why it was left out: missing data, or a round that failed."""
-    flower = logging.getLogger("flwr")
-    level, begun = flower.level, time.monotonic()
+    begun = time.monotonic()
     try:
-        flower.setLevel(logging.ERROR)  # it logs every one of thousands of rounds
         _file(inputs.folder, trial.name).unlink(missing_ok=True)  # of other options or other trials
         needed = {name: read_json(_file(inputs.folder, name)) for name in trial.needs}
         if absent := [name for name, kept in needed.items() if kept is None]:
             return f"it needs {', '.join(absent)}, which was not computed"
         values = {name: kept["values"] for name, kept in needed.items() if kept}
-        computed = compute(trial, replace(inputs, needed=values))
+        with _QUIET:
+            computed = compute(trial, replace(inputs, needed=values))
     except (MissingData, RoundFailed) as error:
         return str(error)
-    finally:
-        flower.setLevel(level)
     seconds = time.monotonic() - begun
     _keep(inputs.folder, trial, computed, seconds)
     return seconds
+
+
+class _Quiet:
+    """Keeps Flower from logging every one of thousands of rounds, in whichever threads it is entered."""
+
+    def __init__(self) -> None:
+        self._log, self._lock = logging.getLogger("flwr"), threading.Lock()
+        self._entered, self._level = 0, logging.NOTSET
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._entered:
+                self._level = self._log.level
+                self._log.setLevel(logging.ERROR)
+            self._entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                self._log.setLevel(self._level)
+
+
+_QUIET = _Quiet()
 
 
 def _file(place: Path, name: str) -> Path:

@@ -1,12 +1,15 @@
 """Experiments on real data: what they need, how their trials are run, and what is told of them."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -211,6 +214,30 @@ def test_a_trial_is_computed_after_those_that_it_needs(tmp_path, monkeypatch, at
     kept = [json.loads(path.read_text())["values"] for path in (page.parent / "cells").iterdir()]
     assert (os.getpid() in {of["process"] for of in kept}) == (at_once == 1)
     assert {of["threads"] for of in kept} == {"7" if at_once == 1 else "1"} and os.environ["OMP_NUM_THREADS"] == "7"
+
+
+def test_trials_of_two_threads_leave_flowers_log_as_it_was(tmp_path):
+    """The second begins before the first ends, and ends after it."""
+    (tmp_path / "cells").mkdir()
+    log, first, second = logging.getLogger("flwr"), threading.Event(), threading.Event()
+    level, levels = log.level, []
+
+    def compute(trial, inputs):
+        if trial.name == "a":
+            first.set()
+            assert second.wait(60)
+        else:
+            second.set()
+            ended.result(60)
+        levels.append(log.level)
+        return {"sum": 1}
+
+    inputs = TrialInputs(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(runner._compute_one, compute, Trial("a", {}), inputs)
+        assert first.wait(60)
+        runner._compute_one(compute, Trial("b", {}), inputs)
+    assert levels == [logging.ERROR] * 2 and log.level == level
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.long)])
