@@ -95,14 +95,14 @@ def keep(folder: Path) -> Path:
     write_whole(file, lzma.compress(json.dumps(trials, sort_keys=True).encode(), preset=9))
     if is_whole(folder.name, trials):
         shutil.rmtree(kept_weights(folder.name), ignore_errors=True)
-    elif trains_weights(folder.name) and (folder / WEIGHTS).exists():
+    elif any(trials.get(name) == in_folder(folder).get(name, ...) for name in pretrainings(folder.name)):
         shutil.copytree(folder / WEIGHTS, kept_weights(folder.name), dirs_exist_ok=True)
     return file
 
 
-def trains_weights(name: str) -> bool:
-    """Whether an experiment first trains weights, from which its other trials begin."""
-    return any(trial.options.get("part") == "pretraining" for trial in trials_of(name))
+def pretrainings(name: str) -> list[str]:
+    """The trials in which an experiment trains weights, from which its other trials begin."""
+    return [trial.name for trial in trials_of(name) if trial.options.get("part") == "pretraining"]
 
 
 def kept_weights(name: str) -> Path:
@@ -115,14 +115,14 @@ def write_kept(folder: Path) -> int:
 
     Nothing is written of an experiment that first trains weights which are not kept.
     """
-    if trains_weights(folder.name):
-        if not kept_weights(folder.name).exists():
-            return 0
-        if not (folder / WEIGHTS).exists():
-            shutil.copytree(kept_weights(folder.name), folder / WEIGHTS)
+    weights = pretrainings(folder.name)
+    if weights and not kept_weights(folder.name).exists():
+        return 0
     there = in_folder(folder)
     trials = joined(folder.name, there, kept(PAPERS / f"{folder.name}.json.xz"))
     missing = {name: of for name, of in trials.items() if there.get(name) != of}
+    if not missing.keys().isdisjoint(weights):  # before the trial that says that they are there
+        shutil.copytree(kept_weights(folder.name), folder / WEIGHTS, dirs_exist_ok=True)
     (folder / TRIALS).mkdir(parents=True, exist_ok=True)
     for name, of in missing.items():
         write_whole(folder / TRIALS / f"{name}.json", json.dumps(of).encode())
@@ -194,7 +194,7 @@ def main() -> None:
                 print(keep(folder))
             except FewerTrials as error:
                 sys.exit(f"error: {error}")
-        elif trains_weights(folder.name) and not kept_weights(folder.name).exists():
+        elif pretrainings(folder.name) and not kept_weights(folder.name).exists():
             print(f"{folder}: nothing written: its trials need weights that it trains first, and these are not kept")
         else:
             print(f"{folder}: {write_kept(folder)} trials written")

@@ -22,7 +22,7 @@ from tepal.tools.cli.running import APP, CPUS, MEMORY, Verbose, found_app, runne
 from tepal.tools.paths import usual_run_config
 from tepal.tools.search.plan import RMSE, check_trials, check_values, read_plan
 from tepal.tools.search.results import best_table, trial_line
-from tepal.tools.search.running import open_search, run_trials, score_of
+from tepal.tools.search.running import PLAN, open_search, run_trials, score_of
 from tepal.tools.simulation.engine import Engine, Runner
 from tepal.tools.simulation.engines import AUTO, PROCESS, engine_for
 from tepal.tools.simulation.running import cache_in, check_clients, run_once
@@ -61,8 +61,9 @@ def search_command(
         minimise = measure == RMSE
         with _engine(ray, flower_app, plan.clients, cpus, gpus, memory) as engine:
             engine.start_ahead(len(plan.searched))
-            check_trials(plan, usual, file, partial(check_clients, clients=plan.clients, here=engine.here))
             folder = folder.expanduser().resolve()
+            checked = partial(check_clients, clients=plan.clients, here=engine.here)
+            check_trials(plan, usual, file, checked, begun=(folder / PLAN).exists())
             open_search(plan, usual, folder)
             engine.cache = cache_in(folder)
             console.print(engine.description, markup=False, highlight=False, soft_wrap=True)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,9 @@ def check_values(plan: SearchPlan, usual: Mapping[str, Value], file: Path) -> st
     return measured.pop()
 
 
-def check_trials(plan: SearchPlan, usual: Mapping[str, Value], file: Path, check: Callable[[RunConfig], None]) -> None:
+def check_trials(
+    plan: SearchPlan, usual: Mapping[str, Value], file: Path, check: Callable[[RunConfig], None], *, begun: bool = False
+) -> None:
     """Check trials with their clients and data, for the values of `check_values`, which is called first.
 
     Args:
@@ -146,13 +149,14 @@ def check_trials(plan: SearchPlan, usual: Mapping[str, Value], file: Path, check
         file: for the message.
         check: raises ConfigError for a trial that cannot be run, each line a problem. It may build the model, so it is
             not called for other values of keys that change nothing but the clients' steps.
+        begun: whether the search goes on: it may have failed trials, so only the first values are checked.
 
     Raises:
         ConfigError: with the problems of all variants, each once.
     """
     found: list[tuple[SearchedVariant, str]] = []
     for variant in plan.searched:
-        for values in _samples(variant, without=_OF_STEPS):
+        for values in islice(_samples(variant, without=_OF_STEPS), 1 if begun else None):
             try:
                 check(read_run_config({**usual, **plan.config_of(variant, values)}, warn=False))
             except ConfigError as error:

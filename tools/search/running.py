@@ -24,6 +24,7 @@ from tepal.host.text import visible
 from tepal.host.toml import Value
 from tepal.records.run_directory import held, read_metrics, read_summary, write_whole
 from tepal.server_app.config import ConfigError, defaults
+from tepal.server_app.config.client_tables import PREFIX
 from tepal.tools.cluster.engine import ClusterFailed
 from tepal.tools.search.plan import USUAL, SearchPlan
 from tepal.tools.search.results import FOUND, TRIALS, Found, found_toml, trials_csv
@@ -68,9 +69,14 @@ def open_search(plan: SearchPlan, usual: Mapping[str, Value], folder: Path) -> N
 
 
 def _differing(before: Mapping[str, Value], now: Mapping[str, Value]) -> Iterator[str]:
-    """Yield the keys that differ, with both values. One that a version does not have counts as its default."""
+    """Yield the keys that differ, with both values. One that a version does not have counts as its default.
+
+    A key that only the version before knew has no part in it: the app cannot be given it.
+    """
     usual = defaults()
     for key in {**before, **now}:
+        if key not in now and key not in usual and not key.startswith(PREFIX):
+            continue
         had, given = (values.get(key, usual.get(key)) for values in (before, now))
         if had != given:
             yield f"{key}={given!r} (the search has {had!r})"

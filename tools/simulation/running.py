@@ -47,7 +47,7 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True, here: 
     needed = build_strategy(config, blocks).rules.needed
     problems = [*_own_problems(config, here)]
     kept = clients_of(config.rounds.resume)
-    if kept not in (None, clients):
+    if parts and kept not in (None, clients):
         problems.append(
             f"--clients is {clients}, and the run in {config.rounds.resume} has {kept} clients, among which its data "
             f"is divided: give --clients {kept}, or leave it out"
@@ -133,8 +133,9 @@ def run_once(
         if kind == "log" and KEPT_IN in text and not found:
             # The ServerApp runs in another process: its progress is read from the metrics that it writes.
             found.append(Path(text.partition(KEPT_IN)[2].strip()))
-            with suppress(OSError):  # a full disk: the run goes on
-                write_whole(found[0] / SIMULATION, (json.dumps({"clients": engine.clients}) + "\n").encode())
+            if resumed is None:  # of one from an earlier version the number is only assumed
+                with suppress(OSError):  # a full disk: the run goes on
+                    write_whole(found[0] / SIMULATION, (json.dumps({"clients": engine.clients}) + "\n").encode())
             on_run(found[0])
             followers.append(threading.Thread(target=follow, args=found, daemon=True))
             followers[0].start()

@@ -43,6 +43,11 @@ class TimeLeft:
         self._unlike = set.intersection(*({trial.name, *trial.needs} for trial in trials)) if len(trials) > 1 else set()
 
     @property
+    def started(self) -> bool:
+        """Whether a trial is computed, or the duration of one in progress is known."""
+        return bool(self._computed or self._begun)
+
+    @property
     def known(self) -> bool:
         """Whether there is anything to estimate by."""
         return bool(self._durations())
@@ -50,7 +55,7 @@ class TimeLeft:
     def _durations(self) -> dict[str, float]:
         """Seconds of the trials to estimate by: of those that are computed, else of those in progress."""
         computed, begun = (
-            {name: seconds for name, seconds in of.items() if name not in self._unlike}
+            {name: seconds for name, seconds in [*of.items()] if name not in self._unlike}  # another thread adds
             for of in (self._computed, self._begun)
         )
         return computed or begun
@@ -145,10 +150,12 @@ class Progress:
             self._log(f"   {text}")
 
     def _watch(self) -> None:
-        while not self._left.known and not self._over.wait(min(_LOOK, SECONDS)):
+        while not self._left.started and not self._over.wait(min(_LOOK, SECONDS)):
             self._estimate()
         before: dict[str, str] = {}
         while not self._over.wait(SECONDS):
+            if not self._left.known:  # all that is known is how long a pretraining takes
+                self._estimate()
             runs = {path.parents[2].name: read_json(path) for path in self._files()}
             now = {name: f"{name} at round {of['round']} of {of['rounds']}" for name, of in runs.items() if of}
             if news := [text for name, text in now.items() if name in before and text != before[name]]:

@@ -364,6 +364,7 @@ def test_a_run_that_is_resumed_keeps_its_number_of_clients(tmp_path):
     (begun.path / "simulation.json").unlink()  # as of an earlier version: the number is not known
     with_another = tepal.simulate(resume=begun.path, clients=4, rounds=3, progress=False)
     assert with_another.metrics["clients_replied"].tolist() == [0, 3, 3, 4]
+    assert not (begun.path / "simulation.json").exists(), "what was only assumed is not recorded"
 
 
 def test_a_log_that_was_silenced_does_not_matter(small):

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -881,12 +882,17 @@ def test_a_superlink_whose_port_is_taken_meanwhile_is_started_when_it_is_free(tm
     assert "port 8000 is used" in supervisor.journal.last_error["text"]
 
 
+def unknown(*_, **__):
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
 @pytest.mark.parametrize("asked", ["provision", "doctor"])
 def test_where_no_server_answers_the_proxy_that_was_not_used_is_named(monkeypatch, asked):
     monkeypatch.setenv("https_proxy", "http://me:secret@proxy.example.org:3128")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     address = "fleet.invalid:9093"
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     if asked == "doctor":
         said = clock(address).found
     else:

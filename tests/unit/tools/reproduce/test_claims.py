@@ -277,6 +277,10 @@ def test_weights_of_an_experiment_are_kept_until_all_its_trials_are(papers, sums
     (sums / "weights" / "it.safetensors").write_bytes(b"trained")
     papers["keep"](sums)
     there = sums.parent / "there" / "sums"
+    (there / "weights").mkdir(parents=True)
+    (there / "weights" / "it.safetensors").write_bytes(b"of an attempt whose trial was not written")
+    papers["keep"](there)
+    assert (sums.parent / "papers" / "sums.weights" / "it.safetensors").read_bytes() == b"trained"
     call(papers, monkeypatch, "--continue", there)
     assert capsys.readouterr().out == f"{there}: 2 trials written\n"
     assert (there / "weights" / "it.safetensors").read_bytes() == b"trained"

@@ -285,6 +285,10 @@ def test_every_choice_is_checked_with_the_clients_and_the_data_before_the_first_
     ended = CliRunner().invoke(main.app, [str(file), "--folder", str(tmp_path / "out"), "--app", str(ROOT)])
     assert ended.exit_code == 1 and ended.stderr.count("A, B: ") == ended.stderr.count(named) == 1
     assert len(checks) == 4 and not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "search.json").write_text("{}")
+    ended = CliRunner().invoke(main.app, [str(file), "--folder", str(tmp_path / "out"), "--app", str(ROOT)])
+    assert "has another search" in ended.stderr and len(checks) == 6, "one that goes on may have trials that failed"
 
 
 def test_without_optuna_the_command_says_how_to_install_it(tmp_path, monkeypatch):

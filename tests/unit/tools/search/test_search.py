@@ -296,6 +296,8 @@ def test_a_search_of_another_version_goes_on_if_its_new_keys_have_their_defaults
     del old["max-weight-share"]
     open_search(PLAN, old, tmp_path)
     open_search(PLAN, usual, tmp_path)
+    open_search(PLAN, {**usual, "of-another-version": 3}, tmp_path / "later")
+    open_search(PLAN, usual, tmp_path / "later")
     with pytest.raises(ConfigError, match=r"max-weight-share=0\.25 \(the search has 0\.5\)"):
         open_search(PLAN, {**usual, "max-weight-share": 0.25}, tmp_path)
     (tmp_path / "search.json").write_text(PLAN.to_json(usual))
