@@ -40,8 +40,8 @@ directory, a .safetensors, .pt or .pth file, or a repository on the hub, which t
 them to the clients. If the head of the weights is for other classes than the run's, the model's head keeps random
 weights, which is logged; any other mismatch is an error before the run starts.
 
-Models of torchvision (mobilenet, resnet except resnet-20, shufflenet, vit) need the extra `vision`, and models named as
-on the Hugging Face hub the extra `text`.
+Models of torchvision (mobilenet, resnet except resnet-20, shufflenet, vit) need the extra `vision`. Models named as on
+the Hugging Face hub, folders with a config.json and `compact-bert-news` need the extra `text`.
 
 The numbers are for images of 3x224x224 in 1000 classes and texts in 2 (cnn: 1x28x28 in 10, tiny-vit: 1x8x8 in 10,
 compact-vit and resnet-20: 3x32x32 in 10, char-lstm and char-transformer: 80 characters, linear-attention: 64 features

@@ -26,7 +26,7 @@ COMMON = {
     "schedule": "constant", "deterministic": True, "checkpoints": 50,
     "seed": 1,
 }  # fmt: skip
-"""With this learning rate the scores go up and down, and the last one is not the best."""
+"""With this learning rate the scores go up and down."""
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +70,19 @@ def metadata_of(path):
         return file.metadata()
 
 
-def state_after(path, round):
+def state_after(path, round, **values):
     """The models after a round, under the names of the model file; of round 0 the initial one."""
-    model, blocks = build_model(read_run_config(given({})))
+    model, blocks = build_model(read_run_config(given(values)))
     state = next(Checkpoints(path / CHECKPOINTS).states(before=round + 1), None) if round else None
     return dict(blocks.layout.join(state.entries)) if state else {k: v.numpy() for k, v in model.state_dict().items()}
 
 
-def accuracy(path, round):
+def accuracy(path, round, **values):
     """The share of the held-out images that the model after a round predicts."""
-    config = read_run_config(given({}))
+    config = read_run_config(given(values))
     model, _ = build_model(config)
-    model.load_state_dict({name: torch.tensor(np.array(array)) for name, array in state_after(path, round).items()})
+    state = state_after(path, round, **values)
+    model.load_state_dict({name: torch.tensor(np.array(array)) for name, array in state.items()})
     held_out = held_out_inputs(config.data)
     with torch.no_grad():
         predicted = model.eval()(torch.from_numpy(held_out.values)).argmax(dim=1).numpy()
@@ -103,14 +104,17 @@ def ends_after(scores, patience):
 
 
 def test_the_delivered_model_is_that_of_the_round_with_the_best_score_of_all(runs):
-    whole, path = runs(), runs(deliver="best")
-    scores = [accuracy(whole, round) for round in range(ROUNDS + 1)]
+    # Processors round differently. A seed with which the last round is the best would show nothing.
+    shown = ((seed, [line["accuracy"] for line in read_lines(runs(seed=seed))]) for seed in range(1, 50))
+    seed = next(seed for seed, scores in shown if scores.index(max(scores)) != ROUNDS)
+    whole, path = runs(seed=seed), runs(deliver="best", seed=seed)
+    scores = [accuracy(whole, round, seed=seed) for round in range(ROUNDS + 1)]
     best = scores.index(max(scores))
-    assert best != ROUNDS, "the last round would show nothing"
     summary, metadata = summary_of(path), metadata_of(path)
     assert (summary["delivered_round"], summary["best_round"], summary["rounds"]) == (best, best, ROUNDS)
     assert summary["best_score"] == pytest.approx(scores[best]) and summary["best_by"] == "accuracy"
-    assert same_model(path, state_after(whole, best)) and not same_model(path, state_after(whole, ROUNDS))
+    assert same_model(path, state_after(whole, best, seed=seed))
+    assert not same_model(path, state_after(whole, ROUNDS))
     assert (metadata["round"], metadata["best-by"]) == (str(best), "accuracy")
     assert float(metadata["best-score"]) == summary["best_score"]
     kept = {scores.index(max(scores[: round + 1])) for round in range(ROUNDS + 1)}  # as all checkpoints are
@@ -310,7 +314,7 @@ def test_a_run_whose_newest_checkpoints_are_damaged_has_the_best_model_of_the_on
 
 
 def test_a_failed_run_delivers_the_best_model_so_far_and_says_so(runs, monkeypatch, tmp_path):
-    of = LocalClient.of
+    of, whole = LocalClient.of, runs()
 
     def failing(msg, context):
         if msg.content["config"]["server-round"] == 6:
@@ -321,12 +325,12 @@ def test_a_failed_run_delivers_the_best_model_so_far_and_says_so(runs, monkeypat
     with pytest.raises(RoundFailed, match="the disk is gone"):
         begin(tmp_path, deliver="best")
     path = (tmp_path / "runs/latest").resolve()
-    scores = [line["accuracy"] for line in read_lines(runs())][:6]
+    scores = [line["accuracy"] for line in read_lines(whole)][:6]
     best = scores.index(max(scores))
     summary = summary_of(path)
     assert "the disk is gone" in summary["stopped_by"] and summary["ended_early"] is None
     assert (summary["delivered_round"], metadata_of(path)["round"]) == (best, str(best))
-    assert same_model(path, state_after(runs(), best))
+    assert same_model(path, state_after(whole, best))
 
 
 def test_a_run_that_ended_early_goes_on_only_if_it_gets_more_patience(runs, tmp_path):
