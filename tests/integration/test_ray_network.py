@@ -30,7 +30,7 @@ HEAD = ("--head", f"--port={PORT}", "--num-cpus=1", "--include-dashboard=false")
 COMPARE = ("compare", ".", "--strategies", "fedavg,fedfrozen,selective", "--clients", "3", "-c", "num-server-rounds=8")
 EIGHT = (
     "compare", ".", "--strategies", "fedavg,fedfrozen,selective,fedacs", "--seeds", "1,2", "--clients", "3", "-c",
-    "num-server-rounds=8",
+    "num-server-rounds=4",
 )  # fmt: skip
 CONFIG = 'pretrained="tiny-vit-digits" local-epochs=1 deterministic=true'
 
