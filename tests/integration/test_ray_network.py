@@ -30,7 +30,7 @@ HEAD = ("--head", f"--port={PORT}", "--num-cpus=1", "--include-dashboard=false")
 COMPARE = ("compare", ".", "--strategies", "fedavg,fedfrozen,selective", "--clients", "3", "-c", "num-server-rounds=8")
 EIGHT = (
     "compare", ".", "--strategies", "fedavg,fedfrozen,selective,fedacs", "--seeds", "1,2", "--clients", "3", "-c",
-    "num-server-rounds=4",
+    "num-server-rounds=5",
 )  # fmt: skip
 CONFIG = 'pretrained="tiny-vit-digits" local-epochs=1 deterministic=true'
 
@@ -142,12 +142,10 @@ def test_eight_runs_have_the_same_tables_although_a_machine_is_killed(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     with ray_on_machines(WATCHFUL) as cluster, compare_in(there, cluster, WATCHFUL, EIGHT) as process:
         # Each machine has one run, whose first line is that of the initial model.
-        wait_for(lambda: [*map((2).__lt__, rounds_in(there).values())] == [True, True], "runs at work", process, 120)
+        wait_for(lambda: sorted(rounds_in(there).values())[-2:-1] >= [3], "two rounds of two runs", process, 120)
         cluster[1].kill()
         shown = finished(process, 500)
     assert "2 machines with 2 cores; 2 runs at once" in shown and "goes on elsewhere" in shown
-    logs = [log.read_text() for log in there.glob("runs/*-compare/2*/flower.log")]
-    assert len(logs) == 8 and any("Resumed after round" in log for log in logs), "it began again"
     with compare_in(here, None, arguments=EIGHT) as process:
         finished(process)
     assert len(scores_in(there)) == 8 and scores_in(there, *RESENT) == scores_in(here, *RESENT)
