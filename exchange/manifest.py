@@ -125,7 +125,6 @@ def plain_items(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
     Flower takes what is a number, such as `np.float64`, and delivers Python's own, which have another `repr`.
     """
-
     return [(str.__str__(name), _plain(value)) for name, value in sorted(record.items())]
 
 
