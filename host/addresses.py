@@ -94,7 +94,7 @@ def _is_host(text: str) -> bool:
 
 
 def unused_proxy(host: str) -> str:
-    """Return a clause for messages that names the proxy that was not used; "" if the environment has none for `host`."""
+    """Return a clause for messages that names the proxy which was not used; "" if there is none for `host`."""
     host = host.strip("[]")
     # `host` itself may be what `without_proxy` added.
     domains = [each.lstrip(".") for each in _listed("no_proxy", "NO_PROXY") if each != host]
