@@ -15,7 +15,8 @@ RUN_IMPORTS := flwr_datasets, tepal.client_app.app, tepal.server_app.app, \
 help:
 	@echo "make run    set up and run the main job: what each method is for, in three short comparisons; results under runs/"
 	@echo "make test   set up and run the tests that protect behaviour: units, and the app over gRPC"
-	@echo "make test-long   run the tests that are long by nature: experiments, benchmarks, random mutations, browsers"
+	@echo "make test-long   run the tests that are long by nature: experiments, benchmarks, random mutations, browsers;"
+	@echo "                 SHARE=2/3 runs the second of three shares"
 	@echo "make test-campaign  run every strategy with lying clients, TEPAL_CAMPAIGN_SECONDS (60) each"
 	@echo "make test-all    run all of these tests, and test-containers where there is a Docker engine"
 	@echo "make test-containers   build the images and run the tests of them (needs a Docker engine)"
@@ -41,16 +42,18 @@ AGAIN := --last-failed --last-failed-no-failures none
 define TESTED
 $(PYTEST) $(1) -m "$(2)" $(3) || { test $$? = 1 && $(PYTEST) $(1) -m "$(2)" $(AGAIN); }
 endef
-UNITS = $(call TESTED,tests/unit $(2),$(1),$(WITH_TWO))
-INTEGRATION = $(call TESTED,tests/integration,$(1),-n 2 --dist loadfile --no-loadscope-reorder)
+UNITS = $(call TESTED,$(1),$(2),$(WITH_TWO) $(3))
+INTEGRATION = $(call TESTED,tests/integration,$(1),-n 2 --dist loadfile --no-loadscope-reorder $(2))
 
 test: $(VENV)/.ready-dev
-	$(call UNITS,not long,tests/campaign)
+	$(call UNITS,tests/unit tests/campaign,not long)
 	$(call INTEGRATION,not long)
 
+# Only modules that have long tests are imported: all of them take most of a minute. SHARE=2/3: the second third.
+WITH_LONG := grep -rlE --include='test_*.py' 'mark\.long' tests/unit
 test-long: $(VENV)/.ready-dev
-	$(call UNITS,long)
-	$(call INTEGRATION,long)
+	$(call UNITS,$$($(WITH_LONG)),long,$(addprefix --share ,$(SHARE)))
+	$(call INTEGRATION,long,$(addprefix --share ,$(SHARE)))
 
 # Twenty strategies, two at a time: ten minutes with the default of 60 seconds for each.
 test-campaign: $(VENV)/.ready-dev
