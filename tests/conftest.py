@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection():
-    """Imports make objects that stay: to look for garbage among them takes a quarter of the time of collecting tests."""
+    """Imports make objects that stay: to look for garbage among them takes a quarter of the collection."""
     gc.disable()
 
 

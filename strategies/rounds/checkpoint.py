@@ -149,21 +149,25 @@ class Checkpoints:
         """The newest whole checkpoint, or None. Damaged ones are logged and skipped."""
         return next((checkpoint for _, checkpoint in self._readable()), None)
 
-    def versions(self) -> list[Mapping[str, str]]:
-        """`current` of all whole checkpoints, the oldest first."""
-        return [checkpoint.current for _, checkpoint in self._readable()][::-1]
+    def versions(self) -> dict[int, Mapping[str, str]]:
+        """Round → `current` of its checkpoint, of all whole ones, the oldest first."""
+        return {number: checkpoint.current for number, checkpoint in [*self._readable()][::-1]}
 
     def standing(self, number: int) -> Mapping[str, Any]:
         """`standing` of a checkpoint, whose state is not read. Raises OSError and DamagedFile."""
         found: Mapping[str, Any] = _read_facts(self._path(number) / FACTS).get("standing", {})
         return found
 
+    def state(self, number: int) -> Any | None:
+        """The state of a checkpoint, with its arrays in memory; None if it cannot be used."""
+        return next((checkpoint.state for _, checkpoint in self._readable([number])), None)
+
     def states(self, *, before: int) -> Iterator[Any]:
         """States of the whole checkpoints of earlier rounds, the newest first, read one by one."""
         return (checkpoint.state for number, checkpoint in self._readable() if number < before)
 
-    def _readable(self) -> Iterator[tuple[int, Checkpoint]]:
-        for number in reversed(self.rounds()):
+    def _readable(self, rounds: Iterable[int] | None = None) -> Iterator[tuple[int, Checkpoint]]:
+        for number in reversed(self.rounds()) if rounds is None else rounds:
             try:
                 yield number, _read(self._path(number))
             except (OSError, DamagedFile) as error:

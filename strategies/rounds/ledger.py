@@ -171,13 +171,17 @@ class ClientLedger:
         current: Mapping[str, str],
         standing: Mapping[str, Mapping[str, Any]],
         versions: Iterable[Mapping[str, str]],
+        before: Mapping[str, str],
     ) -> None:
-        """Restore from a checkpoint's facts. `versions`: `current` of every checkpoint, the oldest first."""
+        """Restore from a checkpoint's facts.
+
+        `versions`: `current` of every checkpoint, the oldest first. `before`: that before the last merge.
+        """
         self._held = {client: frozenset(parts) for client, parts in held.items()}
         self._ids = sum(map(len, self._held.values()))
         self._current = dict(current)
         self._restorable = list(versions)
-        self._before = dict(self._restorable[-2]) if len(self._restorable) > 1 else {}
+        self._before = dict(before)
         self._failures, self._until = dict(standing.get("failures", {})), dict(standing.get("until", {}))
         self._sizes = dict(standing.get("sizes", {}))
         self.proofs.update(standing.get("proofs", {}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -29,11 +29,13 @@ class Past:
     """What a run remembers of its last merges.
 
     Args:
-        before: loads the state before the one that a resumed run continues from; None if there is none.
+        saved: for a round that has a checkpoint, what loads its state, or None if that is damaged; for others None.
     """
 
-    def __init__(self, before: Callable[[], Any] | None = None) -> None:
-        self._before = before
+    def __init__(self, saved: Callable[[int], Callable[[], Any | None] | None] = lambda _: None) -> None:
+        self._saved = saved
+        self._before: Callable[[], Any | None] | None = None
+        self._round, self._round_before = 0, 0  # after which the present state was saved, and the one before the merge
         self._left = _ROLLBACKS
         self._merges = 0  # since the run last returned
         self._changes: list[float] = []
@@ -57,9 +59,10 @@ class Past:
         self._changes = [*self._changes, change][-_CHANGES:]
         return ""
 
-    def merged(self, before: Any) -> None:
-        """Enter that a merge counts; `before` is the state that it started from."""
+    def merged(self, before: Any, round: int) -> None:
+        """Enter that the merge of a round counts; `before` is the state that it started from."""
         self._before = lambda: before
+        self._round, self._round_before = round, self._round
         self._merges += 1
         if self._merges > 1:  # from the one before, clients could train
             self._left = _ROLLBACKS
@@ -69,8 +72,9 @@ class Past:
         """Whether there is a state before the last merge, and the run has not gone back too often."""
         return self._before is not None and self._left > 0
 
-    def skip(self) -> bool:
+    def skip(self, round: int) -> bool:
         """Enter that a round has no merge that counts. Returns whether the run may go on."""
+        self._round = round
         self._left -= 1
         return self._left > 0
 
@@ -80,8 +84,28 @@ class Past:
             return None
         self._left -= 1
         self._merges = 0
+        self._round = self._round_before
         load, self._before = self._before, None
         return load()
+
+    def to_facts(self) -> dict[str, Any]:
+        """What a checkpoint has of it. `before`: the round of the state before the last merge; -1 if there is none."""
+        before = self._round_before if self._before is not None else -1
+        return {
+            "round": self._round, "before": before, "left": self._left, "merges": self._merges,
+            "changes": list(self._changes),
+        }  # fmt: skip
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Restore from a checkpoint's facts, which are empty in one of an earlier version.
+
+        The run can return if the state before the last merge is in a checkpoint. That of the round before may be one to
+        which it must not return: the state that was undone in the checkpoint's round.
+        """
+        self._round, self._round_before = facts.get("round", 0), facts.get("before", -1)
+        self._before = self._saved(self._round_before)
+        self._left, self._merges = facts.get("left", _ROLLBACKS), facts.get("merges", 0)
+        self._changes = list(facts.get("changes", []))
 
 
 def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from typing import Any, Protocol
 
@@ -85,17 +86,19 @@ class Resuming:
     ) -> Any:
         """Return the method's state of a checkpoint, and restore the ledger, the memories and the result from it."""
         log.info("Resumed after round %d, from %s.", checkpoint.round, self.checkpoints.folder)
-        ledger.restore(checkpoint.held, checkpoint.current, checkpoint.standing, self.checkpoints.versions())
+        standing, versions = checkpoint.standing, self.checkpoints.versions()
+        before = versions.get(standing.get("past", {}).get("before"), {})
+        ledger.restore(checkpoint.held, checkpoint.current, standing, list(versions.values()), before)
         for name, memory in memories.items():
-            memory.restore(checkpoint.standing.get(name, {}))
+            memory.restore(standing.get(name, {}))
         for kind, rounds in checkpoint.history.items():
             getattr(result, kind).update({int(number): MetricRecord(dict(m)) for number, m in rounds.items()})
         storage, state = self.method.storage, checkpoint.state
         return storage.restore(state, self.checkpoints.states(before=checkpoint.round)) if storage else state
 
-    def before(self, round: int) -> Any | None:
-        """The state of the newest whole checkpoint before this round; None if there is none."""
-        return next(self.checkpoints.states(before=round), None)
+    def saved(self, round: int) -> Callable[[], Any] | None:
+        """What loads the state after a round; None if it has no checkpoint."""
+        return partial(self.checkpoints.state, round) if round in self.checkpoints.rounds() else None
 
     def on_disk(self, state: Any) -> Any:
         """The first state with its arrays in a file, so that the first round has the memory to itself."""

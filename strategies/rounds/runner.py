@@ -67,6 +67,7 @@ class RoundRunner:
         classes: number of classes of the task, if it has any.
         robust: how the clients' parts are averaged, one of ROBUST.
         memories: name → what a checkpoint has in addition to what the runner remembers.
+        past: of the run's merges.
         awaited: clients for which the first round waits.
         on_progress: called with the round's report after every event of an exchange.
     """
@@ -85,6 +86,7 @@ class RoundRunner:
         classes: int | None,
         robust: str,
         memories: Mapping[str, Memory],
+        past: Past,
         awaited: Collection[str],
         on_progress: Callable[[RoundReport], None],
     ) -> None:
@@ -93,9 +95,11 @@ class RoundRunner:
         statistics = set(model.layout.names).difference(parameters_of(model))
         self.norms = UpdateNorms(method.transfer_blocks(model), statistics)
         self.suspects = Suspects()
-        self.memories: Mapping[str, Memory] = {"norms": self.norms, "suspects": self.suspects, **memories}
+        self.past = past
+        self.memories: Mapping[str, Memory] = {
+            "norms": self.norms, "suspects": self.suspects, "past": past, **memories
+        }  # fmt: skip
         """Name → what a checkpoint has beside the ledger."""
-        self.past = Past()
         self.trouble = ""
         """An error of the server itself, for the next report."""
         self._layout, self._segments, self._sender = model.layout, segments(model.layout, model.blocks), sender
@@ -226,7 +230,7 @@ class RoundRunner:
                 self._note(f"the merged model does not count: {problem}. The suspects are {_names(aside)}", this)
                 if searches < SEARCHES:
                     continue
-                if self.past.skip():
+                if self.past.skip(this.number):
                     self._note("no merge of this round counts, and the model stays as it is", this)
                     return state
                 break
@@ -344,7 +348,7 @@ class RoundRunner:
         report.record = {**report.record, **self.norms.record(metrics), **self.method.change(state, merged)}
         self.ledger.merged(exchanges, {client: examples for client, (_, examples) in metrics.items()})
         self.suspects.merged({client: self.norms.ratios.get(client, 0.0) for client in metrics})
-        self.past.merged(state)
+        self.past.merged(state, this.number)
         self._most_had_failed = report.most_failed()
         return merged
 

@@ -196,7 +196,8 @@ class MethodStrategy(WithoutHooks):
             if self.method.storage:
                 ends.callback(self.method.storage.close)
             references = self._references(folder, ends)
-            rounds = self._runner(grid, model, run, checkpoint, references)
+            past = Past(resuming.saved) if resuming else Past()
+            rounds = self._runner(grid, model, run, past, checkpoint, references)
             ends.callback(rounds.close)
             if self.encoding.start == "made" and checkpoint is None:  # otherwise the checkpoint has their ids
                 rounds.add_initial(self.method.initial_values(model, state))
@@ -216,8 +217,6 @@ class MethodStrategy(WithoutHooks):
             del initial_arrays, model  # their memory is released, unless the caller has kept them
             if resuming:
                 state = resuming.on_disk(state)
-            if resuming and first > 2:
-                rounds.past = Past(partial(resuming.before, first - 1))
             merged = first - 1
             for number in range(first, num_rounds + 1):
                 if best.ended_early:
@@ -285,7 +284,13 @@ class MethodStrategy(WithoutHooks):
         return References(folder / _REFERENCES, self.encoding.reference_megabytes)
 
     def _runner(
-        self, grid: Grid, model: ServerModel, run: Run, checkpoint: Checkpoint | None, references: References | None
+        self,
+        grid: Grid,
+        model: ServerModel,
+        run: Run,
+        past: Past,
+        checkpoint: Checkpoint | None,
+        references: References | None,
     ) -> RoundRunner:
         self.experiment = checkpoint.experiment if checkpoint else self.experiment
         sender = Sender(
@@ -311,6 +316,7 @@ class MethodStrategy(WithoutHooks):
             classes=self.classes,
             robust=self.robust,
             memories={NAME: self.best, **({"initial": sender.packer.initial} if self.encoding.start == "made" else {})},
+            past=past,
             awaited=checkpoint.clients if checkpoint and self.rules.deterministic else (),
             on_progress=self.on_progress,
         )

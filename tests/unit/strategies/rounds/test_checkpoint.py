@@ -390,7 +390,7 @@ def test_a_new_process_reads_the_newest_bit_for_bit(tmp_path):
     again = Checkpoints(tmp_path / "not" / "yet", keep=2)
     assert_same(checkpoint_of(11), again.latest())
     assert again.rounds() == [10, 11]
-    assert again.versions() == [{"site 1": "exchange-10"}, {"site 1": "exchange-11"}]
+    assert again.versions() == {10: {"site 1": "exchange-10"}, 11: {"site 1": "exchange-11"}}
 
 
 def test_there_may_be_none(tmp_path):
@@ -536,7 +536,7 @@ def test_a_checkpoint_that_lacks_a_file_is_passed_over(two, tmp_path, file, harm
     with log_lines() as lines:
         assert Checkpoints(folder).latest().round == 1
     assert "checkpoint of round 2" in lines[0]
-    assert {"site 1": "exchange-1"} in Checkpoints(folder).versions()
+    assert {"site 1": "exchange-1"} in Checkpoints(folder).versions().values()
 
 
 def test_when_all_are_damaged_there_is_none(two, tmp_path):

@@ -227,7 +227,7 @@ def test_standing_counts_each_client_alone():
     assert ledger.left_out(["a", "b", "c"], 4) == ["a"]
     assert ledger.left_out(["b", "c"], 4) == []
     again = ClientLedger()
-    again.restore(**ledger.to_facts(), versions=[])
+    again.restore(**ledger.to_facts(), versions=[], before={})
     assert [again.left_out(["a"], number) for number in range(3, 11)] == [["a"]] * 6 + [[]] * 2
     again.failed("a", 9)
     assert again.left_out(["a"], 10) == ["a"] and again.left_out(["a"], 15) == []

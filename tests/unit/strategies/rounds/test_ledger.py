@@ -44,6 +44,15 @@ def test_a_client_still_has_the_state_to_which_a_run_returns(tmp_path):
     assert trains("e4", 3) == {"round": 1}
 
 
+def test_a_resumed_run_undoes_the_last_merge_to_the_states_that_were_before_it():
+    """e2 was undone before e3 was merged."""
+    again, versions = ClientLedger(keep=3), [{"a": exchange} for exchange in ("e1", "e2", "e3")]
+    again.restore({}, versions[-1], {}, versions, before=versions[0])
+    assert (again.record("a").current, again.record("a").restorable) == ("e3", ("e1", "e2", "e3"))
+    again.undo_merge()
+    assert again.record("a").current == "e1"
+
+
 def test_of_very_many_parts_those_of_clients_that_reported_longest_ago_are_forgotten(monkeypatch):
     monkeypatch.setattr("tepal.strategies.rounds.ledger.MOST_HELD", 10)
     ledger = ClientLedger()
@@ -54,7 +63,7 @@ def test_of_very_many_parts_those_of_clients_that_reported_longest_ago_are_forgo
     ledger.cached("c", ids[8:12])
     assert [len(ledger.record(name).held) for name in "abc"] == [4, 0, 4]
     again = ClientLedger()
-    again.restore(ledger.to_facts()["held"], {}, ledger.to_facts()["standing"], [])
+    again.restore(ledger.to_facts()["held"], {}, ledger.to_facts()["standing"], [], {})
     again.cached("c", ids[:7])
     assert [len(again.record(name).held) for name in "ac"] == [0, 7]
     again.cached("d", ids[:12])
