@@ -21,12 +21,18 @@ CONFIG = {
     "dataset": "digits", "model": "tiny-vit", "num-server-rounds": ROUNDS, "min-clients": CLIENTS, "local-steps": 2,
     "optimizer": "sgd", "learning-rate": 0.05, "weight-decay": 0.0, "schedule": "constant", "deterministic": True,
     "fedfrozen.warmup-rounds": 1, "fedensemble.modes": 2, "pfedme.lambda": 1.0, "server-share": 0.05,
-    "fedacs.quantile": 0.1,
+    "fedacs.quantile": 0.1, "fedadagrad.learning-rate": 0.01,
 }  # fmt: skip
 
 
 ENCODED = {"wire-dtype-down": "bfloat16", "wire-dtype-up": "int8", "wire-top-k": 0.5}
 DIFFERENCES = {"wire-dtype-down": "int4", "wire-dtype-up": "ternary"}
+AUTO = {"wire-dtype": "auto"}
+WIRES = [
+    pytest.param(ENCODED, id="values down"),
+    pytest.param(AUTO, id="auto"),
+    pytest.param(DIFFERENCES, id="differences down", marks=pytest.mark.long),
+]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +137,7 @@ def test_selective_sends_up_the_chosen_layers_and_the_head(ran, sizes):
         assert CLIENTS * min(ways) <= up <= CLIENTS * max(ways) < CLIENTS * sizes["P"]
 
 
-@pytest.mark.parametrize("wire", [ENCODED, DIFFERENCES], ids=["values down", "differences down"])
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_it_takes_any_encoding(ran, name, wire):
     """In fewer bits, and of each matrix the larger half of the changes: clients answer, with fewer bytes."""
