@@ -203,6 +203,7 @@ def test_the_pages_of_the_methods_make_their_strategies_and_score(page):
         )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_new_text_model_with_a_tokenizer_of_its_own_is_trained_from_another_folder(tmp_path, monkeypatch):
     """The commands of docs/data.md, in a folder with texts and without a checkout."""
@@ -231,6 +232,7 @@ def test_the_drawings_are_those_of_the_code():
     assert {f"methods/{name}" for name in drawings} == {str(p.relative_to(DOCS)) for p in DOCS.glob("methods/*.svg")}
 
 
+@pytest.mark.long
 def test_the_page_on_the_python_api_runs_as_it_stands_with_fewer_rounds(tmp_path, monkeypatch, no_report):
     from tepal.tools import api
 
@@ -247,6 +249,7 @@ def test_the_page_on_the_python_api_runs_as_it_stands_with_fewer_rounds(tmp_path
         assert len(made) == 3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_notebook_gives_what_it_shows(tmp_path, monkeypatch):
     """Numbers may differ a little: machines add floating-point numbers in different orders."""

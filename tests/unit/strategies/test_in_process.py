@@ -146,7 +146,7 @@ class TestLocalMessages:
         for report, other in zip(reports, others, strict=True):
             assert (report.down.payload, report.up.payload) == (other.down.payload, other.up.payload)
             # Random digits of the same number as a checksum's: compressed, they differ by a few bytes.
-            assert report.up.overhead == pytest.approx(other.up.overhead, rel=0.02)
+            assert report.up.overhead == pytest.approx(other.up.overhead, rel=0.05)
 
     def test_a_reply_without_the_mark_needs_its_checksum(self):
         def random_digits(node, message, reply):

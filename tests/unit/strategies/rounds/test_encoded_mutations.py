@@ -24,7 +24,11 @@ ENCODINGS = {
 }
 
 
-@pytest.fixture(params=ENCODINGS)
+OTHERS = ("bfloat16", "int4", "sign", "a tenth in int8", "auto within a budget")
+"""They take part in `make test-long`."""
+
+
+@pytest.fixture(params=[pytest.param(k, marks=pytest.mark.long if k in OTHERS else ()) for k in ENCODINGS])
 def encoding(request):
     return ENCODINGS[request.param]
 

@@ -411,6 +411,7 @@ def test_the_profile_falls_without_shift_and_turns_with_it(h, falls, turns):
     assert claims_of(a=profiled(0.0, *h), b=profiled(2.0, *h)) == dict(zip(texts, (falls, turns), strict=True))
 
 
+@pytest.mark.long
 def test_noise_has_no_turn():
     """The least round is not chosen by the seed that is compared at it."""
     draws = np.exp(np.random.default_rng(0).normal(0, 0.1, (100, 26, 5))).tolist()
