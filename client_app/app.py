@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -122,7 +122,9 @@ def probe(msg: Message, context: Context) -> Message:
     """Measure the scores by which the server chooses this client's layers, without training."""
     client = LocalClient.of(msg, context)
     load_record(client.model, msg.content.array_records["arrays"])
-    scores = probe_layers(client.model, msg, client.batches.epoch(0), loss=client.task.loss_of)
+    batches, size = client.batches.epoch(0), client.training.micro_batch_size
+    with _turn(client):
+        scores = probe_layers(client.model, msg, batches, loss=client.task.loss_of, micro_batch_size=size)
     metrics = MetricRecord({"num-examples": len(client.batches), **client.budget, **scores})
     return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
@@ -168,13 +170,14 @@ def _scored(client: LocalClient, of: str) -> dict[str, float]:
 
 @contextmanager
 def _random_numbers(client: LocalClient) -> Iterator[None]:
-    """Seed random numbers (dropout) with the client's seed, so that a round can be repeated.
-
-    All threads share torch's generator: only one client at a time trains a model that draws random numbers.
-    """
-    turn = models.DRAWING if together.draws_numbers(client.model) else nullcontext()
-    with turn, random_numbers_apart(client.model, client.batches.seed):
+    """Seed random numbers (dropout) with the client's seed, so that a round can be repeated."""
+    with _turn(client), random_numbers_apart(client.model, client.batches.seed):
         yield
+
+
+def _turn(client: LocalClient) -> AbstractContextManager[Any]:
+    """All threads share torch's generator: only one client at a time trains a model that draws random numbers."""
+    return models.DRAWING if together.draws_numbers(client.model) else nullcontext()
 
 
 def _named(of: str, scored: Score | EnsembleScore) -> dict[str, float]:

@@ -20,6 +20,7 @@ from tepal.exchange.layout import Layout
 from tepal.exchange.mod import own_name, received
 from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET, RATE, RATE_FACTOR
 from tepal.models.blocks import layout_of
+from tepal.models.initial import PATTERNS, patterns_of
 from tepal.training.augmentation import Augmentation
 from tepal.training.config import TrainingConfig
 from tepal.training.data import dataset_stamp, own_stamp
@@ -71,9 +72,11 @@ class LocalClient:
         inputs, labels, test_inputs, test_labels = (tensor.to(device) for tensor in data.tensors)
         round_seed = zlib.crc32(f"{settings.get('seed', 0)}/{settings.get('server-round', 0)}/{name}".encode())
         augmentation = Augmentation(training.augment_crop, training.augment_flip)
+        model = _model(config.model, tuple(data.inputs.sizes.items()), device)
+        setattr(model, PATTERNS, patterns_of(settings))
         return LocalClient(
             name=name,
-            model=_model(config.model, tuple(data.inputs.sizes.items()), device),
+            model=model,
             batches=Batches(inputs, labels, training.batch_size, round_seed, augmentation),
             test=(test_inputs, test_labels),
             training=training,

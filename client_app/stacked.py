@@ -26,7 +26,7 @@ from tepal.client_app.objectives import Work
 from tepal.training.config import TrainingConfig
 from tepal.training.freezing import frozen_rows
 from tepal.training.loop import Batch, Fitted, endless, fitted, optimizer_for, steps_of, trained_parameters
-from tepal.training.tasks import Task
+from tepal.training.tasks import Task, check_shapes
 
 log = getLogger("flwr")
 
@@ -169,8 +169,8 @@ def _train(places: Sequence[_Place]) -> None:
                 outcomes = fit_stacked([place.work for place in group])
                 for place, outcome in zip(group, outcomes, strict=True):
                     place.outcome = outcome
-            except (RuntimeError, NotImplementedError) as error:  # an operation that cannot be stacked
-                _say(str(error).strip().splitlines()[0])
+            except Exception as error:  # what cannot be stacked: each trains alone, and reports an error of its own
+                _say((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def _kind(work: Work) -> tuple[Any, ...]:
@@ -194,7 +194,8 @@ def fit_stacked(works: Sequence[Work]) -> list[Fitted | FloatingPointError]:
     batches = [works[k].batches for k in order]
     steps = [steps_of(each, config) for each in batches]
     states = [dict(_tensors(works[k].model)) for k in order]
-    stacked = {name: torch.stack([state[name].detach() for state in states]) for name in states[0]}
+    # Fused optimizers read the memory of parameters and gradients in its order, whatever their strides are.
+    stacked = {name: torch.stack([state[name].detach() for state in states]).contiguous() for name in states[0]}
     names = list(trained_parameters(model))
     trained, held = {name: stacked[name] for name in names}, {n: t for n, t in stacked.items() if n not in names}
     gradients_and_losses = vmap(grad_and_value(_loss_of(model, task)))
@@ -214,7 +215,7 @@ def fit_stacked(works: Sequence[Work]) -> list[Fitted | FloatingPointError]:
             totals[:active] += losses
             _clip(list(gradients.values()), config)
             for name, tensor in trained.items():
-                tensor.grad = gradients[name]
+                tensor.grad = gradients[name].contiguous()
             optimizer.step()
     seconds = time.perf_counter() - begun
     outcomes: dict[int, Fitted | FloatingPointError] = {}
@@ -238,6 +239,7 @@ def _loss_of(model: nn.Module, task: Task) -> Callable[..., Tensor]:
         tensors = {**trained, **held}
         outputs = task.outputs(lambda *args, **how: functional_call(model, tensors, args, how), inputs)
         if task.regression:
+            check_shapes(outputs, labels)
             each = F.mse_loss(outputs, labels, reduction="none").flatten(1).mean(1)
         else:
             each = F.cross_entropy(outputs, labels, reduction="none")
@@ -261,7 +263,7 @@ def _side_by_side(batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
 def _clip(gradients: Sequence[Tensor], config: TrainingConfig) -> None:
     """As `tepal.training.loop.clip`, separately for each client's gradients (clients, …)."""
     if config.clip_norm:
-        norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        norms = torch.stack([gradient.reshape(len(gradient), -1).norm(dim=1) for gradient in gradients]).norm(dim=0)
         factor = (config.clip_norm / (norms + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)))

@@ -50,15 +50,16 @@ def read_site(folder: Path) -> SiteCredentials:
     Raises ProvisionError with what is wrong and what to do.
     """
     folder = folder.absolute()
-    if folder.is_file():
-        raise ProvisionError(f"{folder} is a file, expected a folder: {_UNPACK}")
-    if not folder.is_dir():
-        raise ProvisionError(f"the folder {folder} does not exist: {_UNPACK}")
-    for name in SITE_FILES:
-        if not (folder / name).is_file():
-            raise ProvisionError(f"{folder} has no file {name}, and a site needs {', '.join(SITE_FILES)}: {_UNPACK}")
     certificates, key, settings = (folder / name for name in SITE_FILES)
     try:
+        if folder.is_file():
+            raise ProvisionError(f"{folder} is a file, expected a folder: {_UNPACK}")
+        if not folder.is_dir():
+            raise ProvisionError(f"the folder {folder} does not exist: {_UNPACK}")
+        for name in SITE_FILES:
+            if not (folder / name).is_file():
+                expected = ", ".join(SITE_FILES)
+                raise ProvisionError(f"{folder} has no file {name}, and a site needs {expected}: {_UNPACK}")
         name, superlink, node_config = read_site_toml(settings.read_bytes(), str(settings))
         if days_left(read_certificate(certificates)) < 0:
             raise ProvisionError(

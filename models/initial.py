@@ -26,6 +26,10 @@ def seed_of_mode(seed: int, mode: int) -> int:
     return int(np.random.SeedSequence([seed, mode]).generate_state(1)[0]) if mode else seed
 
 
+PATTERNS = "tepal_block_patterns"
+"""The attribute of a client's model with what `patterns_of` returns of its run, for those who look for its blocks."""
+
+
 def patterns_of(run_config: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of `find_blocks` that a run config sets: `blocks.query-key`, `blocks.layers` and others."""
     given = {key: str(value).strip() for key, value in run_config.items() if key.startswith(_BLOCKS)}

@@ -147,6 +147,8 @@ class RoundRecord:
             accuracy_of = "server"
         elif any(clients[name] is not None for name in _SCORES):
             accuracy_of = "clients" if report.train_metrics_of == "received" else "personal"
+        # The result of an ensemble is no model that one client receives.
+        received = {} if report.eval_metrics_of == "ensemble" else train
         measured: Mapping[str, Any] = {**server, **report.server_lists}
         scored: Mapping[str, float | None] = server if accuracy_of == "server" else clients
         loss = scored.get("loss")
@@ -169,9 +171,9 @@ class RoundRecord:
             clients_accuracy=clients["mean"],
             clients_rmse=clients["rmse"],
             clients_spread=clients["spread"],
-            received_accuracy=train.get("received-accuracy"),
-            received_loss=train.get("received-loss"),
-            received_rmse=_root(train.get("received-loss"), task),
+            received_accuracy=received.get("received-accuracy"),
+            received_loss=received.get("received-loss"),
+            received_rmse=_root(received.get("received-loss"), task),
             trained_accuracy=train.get("trained-accuracy"),
             train_loss=train.get("train-loss"),
             learning_rate=report.learning_rate,

@@ -115,8 +115,10 @@ def labels(names: Sequence[str]) -> list[str]:
     shown: dict[str, None] = {}
     for name in names:
         text = first = escape(visible(name, _LONGEST_LABEL), quote=False)
+        number = len(shown)
         while text in shown:
-            text = f"{first} ({len(shown) + 1})"
+            number += 1
+            text = f"{first} ({number})"
         shown[text] = None
     return list(shown)
 
@@ -169,11 +171,19 @@ def spoken(figure: Figure) -> str:
 
 def thin(plot: go.Figure) -> go.Figure:
     """Reduce each curve or row of bars to the points that a screen can show, with the extremes of each section."""
-    for trace in plot.data:
-        count = len(trace.x) if trace.type in ("scatter", "bar") and trace.x is not None else 0
-        if count <= _MOST_POINTS or trace.meta.get("band") or trace.meta.get("edges"):
+    long = [
+        trace
+        for trace in plot.data
+        if trace.type in ("scatter", "bar") and trace.x is not None and len(trace.x) > _MOST_POINTS
+    ]
+    bars: dict[int, set[int]] = {}  # of a round that is kept all are: they lie on each other
+    for trace in long:
+        if trace.type == "bar":
+            bars.setdefault(len(trace.x), set()).update(_extremes(trace.y, _MOST_POINTS))
+    for trace in long:
+        if trace.meta.get("band") or trace.meta.get("edges"):
             continue
-        chosen = _extremes(trace.y, _MOST_POINTS)
+        chosen = sorted(bars[len(trace.x)]) if trace.type == "bar" else _extremes(trace.y, _MOST_POINTS)
         for key in ("x", "y", "customdata"):
             if (values := trace[key]) is not None:
                 trace[key] = [values[k] for k in chosen]

@@ -91,10 +91,11 @@ def _csv_cell(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = visible(value)
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    return f"'{text}" if text.startswith(FORMULA) else text
 
 
-_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # also the full-width ones, which some spreadsheets accept
+FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
+"""What a formula begins with in a spreadsheet; some take the full-width ones, too."""
 _LINKS = re.compile(r"((?:https?|ftp|mailto|xmpp|www))([:.])", re.IGNORECASE)  # what GitHub makes a link of
 # GitHub makes links of @user, me@example.org, #1 and GH-1. It searches the text of the page that it has made, in which
 # an escaped character is one as any other; so the character gets an element of its own.

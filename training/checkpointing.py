@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from tepal.models.blocks import find_blocks
+from tepal.models.initial import PATTERNS
 
 
 @contextmanager
@@ -75,7 +76,7 @@ def _statistics_kept(module: nn.Module) -> Iterator[None]:
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
     """Return the module of each layer, from input to output: the deepest one with all of the layer's entries."""
-    blocks = find_blocks(model)
+    blocks = find_blocks(model, **getattr(model, PATTERNS, {}))
     raw_of = {entry.name: entry.raw for entry in blocks.layout.entries}
     paths = []
     for layer in blocks.layers:

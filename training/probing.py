@@ -33,7 +33,7 @@ from tepal.exchange.plan import (
     PROBE_TIMED,
 )
 from tepal.training.freezing import plan_lifted
-from tepal.training.loop import cuts
+from tepal.training.loop import Batch, cuts
 from tepal.training.tasks import IMAGES
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -300,7 +300,12 @@ def reply_to_probes(
 
 
 def probe_layers(
-    model: nn.Module, msg: Message, batches: Iterable[tuple[Tensor, Tensor]], *, loss: Loss = IMAGES.loss_of
+    model: nn.Module,
+    msg: Message,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    loss: Loss = IMAGES.loss_of,
+    micro_batch_size: int = 0,
 ) -> dict[str, list[float]]:
     """Return the metrics with which an app replies to a probe: one number per layer, as requested by the server.
 
@@ -309,6 +314,7 @@ def probe_layers(
         msg: the message that the function `@app.train("probe")` received.
         batches: inputs and labels of this client, on the model's device; as many are read as the server requests.
         loss: the objective of local training; by default the mean cross-entropy of logits.
+        micro_batch_size: examples per forward and backward pass, as in local training; 0: a whole batch.
 
     Returns:
         Name of a metric → one number per layer.
@@ -324,9 +330,19 @@ def probe_layers(
     score, timed = options.get(PROBE_SCORE, NO_SCORE), bool(options.get(PROBE_TIMED))
     if score == NO_SCORE and not timed:
         return {}
+    count = 1
+
+    def pieces() -> Iterator[Batch]:
+        nonlocal count
+        for inputs, labels in islice(batches, int(options.get(PROBE_BATCHES, 1)) or None):
+            found = cuts(len(labels), micro_batch_size or len(labels))
+            count = len(found)
+            for piece in found:
+                yield inputs[piece], labels[piece]
+
     found = layer_scores(
         model,
-        islice(batches, int(options.get(PROBE_BATCHES, 1)) or None),
+        pieces(),
         [groups[f"layer/{number}"] for number in range(sum(name.startswith("layer/") for name in groups))],
         content.layout,
         score="gradient" if score == NO_SCORE else cast(Kind, score),
@@ -335,4 +351,4 @@ def probe_layers(
         timed=timed,
     )
     scores = {} if score == NO_SCORE else {LAYER_SCORES: found.scores}
-    return scores | ({LAYER_MILLISECONDS: found.milliseconds} if timed else {})
+    return scores | ({LAYER_MILLISECONDS: [count * each for each in found.milliseconds]} if timed else {})

@@ -29,6 +29,11 @@ class APFLObjective(Objective):
     personal = True
 
     def fit(self, work: Work) -> Outcome:
+        if work.config.gradient_checkpointing:
+            raise ValueError(
+                "APFL needs gradient-checkpointing=false, and this client has true: its mixture of models no longer "
+                "exists when activations are recomputed; micro-batch-size saves memory, too"
+            )
         shared = trained_parameters(work.model)
         state = self._own(work)
         own = {name: state[name] for name in shared}

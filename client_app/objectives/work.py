@@ -53,8 +53,11 @@ class Work:
     ) -> tuple[Tensor, list[Tensor]]:
         """The loss on a batch, detached, and its gradient with respect to some parameters.
 
-        The plan's penalty is added to the loss of the work's own model, and not to that of another `model`.
+        The plan's penalty is added to the loss of the work's own model, and not to that of another `model`. Raises
+        ValueError with autocast in float16.
         """
+        if self.config.autocast == "fp16":
+            raise ValueError("this client has autocast='fp16', whose gradients are not scaled here: use 'bf16' or 'no'")
         wanted = list(parameters)
         total, gathered = torch.zeros((), device=batch[1].device), [torch.zeros_like(each) for each in wanted]
         for inputs, labels, share in pieces(batch, self.config):

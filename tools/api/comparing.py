@@ -113,7 +113,7 @@ def compared(
         vary: key of the run config → list of values; every combination is run.
         target: a score, or the text of a final score with a margin; None: that of the comparison.
         keys: turns a variant's options into keys of the run config.
-        console: where progress and errors are shown.
+        console: where progress is shown. Errors go to standard error.
 
     Raises:
         ConfigError: before the first run, with everything that is wrong.
@@ -152,7 +152,9 @@ def compared(
     def start(one: RunConfig, progress: RoundProgress, on_run: Callable[[Path], None]) -> Path:
         return run_once(engine, one, progress, console, False, on_run)
 
-    run_all(comparison, start, console=console, errors=console)
+    # Not to the line of the progress, which the next run overwrites, and also without progress.
+    errors = Console(stderr=True, force_jupyter=False)
+    run_all(comparison, start, console=console, errors=errors)
     if any(run.outcome in ("stopped", "not run") for run in comparison.runs):
         raise KeyboardInterrupt(f"the comparison was stopped. What it has so far: {comparison.folder}")
     return Compared(comparison.folder)

@@ -128,14 +128,16 @@ def _arrays(data: Any) -> Arrays:
     if inputs.ndim == 0 or labels.ndim == 0 or len(inputs) != len(labels):
         counts = [len(part) if part.ndim else "no list of" for part in (inputs, labels)]
         raise ValueError(f"data: {counts[0]} inputs and {counts[1]} labels: give one label for each input")
-    return inputs, labels
+    # An integer is a pixel of 0 to 255 as an input.
+    inputs = inputs.astype(np.float32) if inputs.dtype == bool else inputs
+    return inputs, labels.astype(np.int64) if labels.dtype == bool else labels
 
 
 def _array(value: Any) -> NDArray[Any]:
     array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
     if array.dtype == object and all(isinstance(each, str) for each in array.flat):  # as of a column of pandas
         return array.astype(np.str_)
-    return array.astype(np.int64) if array.dtype == bool else array
+    return array
 
 
 def _written(inputs: NDArray[Any], labels: NDArray[Any], groups: NDArray[Any] | None, folder: Path) -> dict[str, Value]:

@@ -116,7 +116,7 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """The delivered model in eval mode, read anew at each call; of an ensemble, its first mode.
+        """The delivered model in eval mode on the CPU, read anew at each call; of an ensemble, its first mode.
 
         Raises:
             OSError: the run has no model.
@@ -126,7 +126,7 @@ class Run:
 
         predictor = load_predictor(self.path)
         predictor.model.load_state_dict(next(predictor.states()))
-        return predictor.model.eval()
+        return predictor.model.cpu().eval()
 
     def plot(self) -> Figure:
         """Draw the score over the transferred bytes; each point is a round."""

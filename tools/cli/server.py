@@ -229,8 +229,7 @@ def _serve(settings: Settings, insecure: bool) -> None:
         log.warning("--insecure: no TLS, and any node may connect. Use it for tests on one machine only.")
     if reachable(host) not in ("127.0.0.1", "[::1]", "localhost") or host != reachable(host):
         log.warning("--host %s: anyone who can connect to port %d there can run code on all nodes.", host, port)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _stop)
+    _stop_on_signals()
     Supervisor(settings).run()
 
 
@@ -259,6 +258,12 @@ def status_command(
     typer.echo("\n".join(["alive", *lines[1:]] if only_alive and not problem else lines))
     if problem:
         raise typer.Exit(1)
+
+
+def _stop_on_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` leaves it
+            signal.signal(number, _stop)
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

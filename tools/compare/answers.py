@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tepal.records.columns import bytes_text, score_text
 from tepal.tools.compare.comparison import Group, Result, Statistic, over_seeds
@@ -31,6 +31,7 @@ class Paired:
         pairs: The seeds of which both have the figure.
         seeds: All seeds of the comparison.
         ratio: Whether it is a factor, for which 1 is no difference.
+        finished: Whether both figures are of runs that finished.
     """
 
     mean: float
@@ -38,16 +39,18 @@ class Paired:
     pairs: int
     seeds: int
     ratio: bool = False
+    finished: bool = True
 
     @property
     def undecided(self) -> bool:
         """Whether several seeds do not show which of the two is better. Never of one seed, which shows no spread.
 
-        If a seed lacks the figure, the comparison is undecided: the missing seeds may differ systematically.
+        If a seed lacks the figure, the comparison is undecided: the missing seeds may differ systematically. So it is
+        if no run of a variant finished: its figures are then of an earlier round than those of the other.
         """
         if self.seeds == 1:
             return False
-        if self.interval is None or self.pairs < self.seeds:
+        if self.interval is None or self.pairs < self.seeds or not self.finished:
             return True
         low, high = self.interval
         return low <= (1 if self.ratio else 0) <= high
@@ -140,8 +143,9 @@ class Compared:
         """The comparison of a variant with the baseline; None for the baseline itself."""
         if variant is group.baseline:
             return None
-        found = (variant.by_seed(self.key), group.baseline.by_seed(self.key))
-        return paired(*found, len(group.comparison.seeds), ratio=self.ratio)
+        own, base, seeds = variant.by_seed(self.key), group.baseline.by_seed(self.key), len(group.comparison.seeds)
+        found = paired(own, base, seeds, ratio=self.ratio)
+        return found and replace(found, finished=bool(variant.finished and group.baseline.finished))
 
 
 def compared_in(group: Group) -> Sequence[Compared]:
@@ -291,7 +295,7 @@ def _doubt(group: Group) -> str:
     texts = []
     for result in group.others:
         parts = [text for compared in compared_in(group) if (text := _beside(compared, result, group))]
-        if any(result.figures.get(column.key) for column in DOUBT_COLUMNS):
+        if parts and any(result.figures.get(column.key) for column in DOUBT_COLUMNS):
             texts.append(f"{result.label} has {_listed(parts)}")
     if not texts:
         return "Loss, calibration error and flagged images were not measured, so there is no answer."

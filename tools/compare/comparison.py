@@ -181,14 +181,15 @@ class Result:
 
     @cached_property
     def curve(self) -> Curve | None:
-        """The mean over the seeds, of the rounds that all runs have."""
+        """The mean over the seeds, of the rounds in which all runs have a score; None if there is no such round."""
         curves = [run.curve for run in self.counted if run.curve is not None]
         if not curves or len(curves) < len(self.counted):
             return None
         by_round = [{point.round: point for point in curve.points} for curve in curves]
         common = [number for number in by_round[0] if all(number in points for points in by_round)]
         means = (_mean([points[number] for points in by_round]) for number in common)
-        return Curve(curves[0].of, tuple(point for point in means if point is not None))
+        points = tuple(point for point in means if point is not None)
+        return Curve(curves[0].of, points) if points else None
 
     @property
     def over_bytes(self) -> tuple[Point, ...]:

@@ -107,8 +107,9 @@ class Section:
 
 
 def value_text(value: Value) -> str:
-    """A value of a run config as TOML writes it, but without quotes; a long one is cut."""
-    return str(value).lower() if isinstance(value, bool) else visible(value, _LONGEST_VALUE)
+    """A value of a run config as TOML writes it, but without quotes. Of a long one the end is kept, as of a path."""
+    text = str(value).lower() if isinstance(value, bool) else visible(value)
+    return text if len(text) <= _LONGEST_VALUE else f"…{text[1 - _LONGEST_VALUE :]}"
 
 
 def _to_dict(variant: Variant) -> dict[str, Any]:

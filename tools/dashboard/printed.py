@@ -14,6 +14,7 @@ from tepal.host.text import LONGEST_NAME, visible
 from tepal.records.columns import UNKNOWN, bytes_text, score_text
 from tepal.records.round_record import COLUMNS, INCIDENTS, WIRE, RoundRecord, columns
 from tepal.records.run_directory import RMSE
+from tepal.report.round_tables import mixed
 from tepal.report.table import MISSING
 from tepal.tools.compare.comparison import Results
 from tepal.tools.compare.tables import comparison_table
@@ -35,9 +36,9 @@ from tepal.tools.terminal import final_table, shown
 _STYLES = {FINISHED: "green", RUNNING: "cyan", FAILED: "red", INTERRUPTED: "yellow", UNREADABLE: "red"}
 _MOST_ROUNDS = 20  # lines of the table of rounds
 _SHOWN = columns(
-    "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "rmse", "loss",
-    "calibration_error", "flagged_letters", "flagged_noise", "flagged_covered", "train_loss", "bytes_down", "bytes_up",
-    *WIRE, "seconds",
+    "round", "phase", "clients_asked", "clients_replied", "refused", "lost", "accuracy", "accuracy_of", "rmse",
+    "loss", "calibration_error", "flagged_letters", "flagged_noise", "flagged_covered", "train_loss", "bytes_down",
+    "bytes_up", *WIRE, "seconds",
 )  # fmt: skip
 _LONGEST = 500  # characters of a cell
 _WIDEST = 60  # of a cell that is not folded, so that the columns next to it have room
@@ -126,6 +127,8 @@ def some_of(count: int, most: int) -> list[int]:
 
 def _rounds_table(metrics: Sequence[RoundRecord], all_rounds: bool) -> Group:
     used = [column for column in _SHOWN if any(line.value(column.key) not in (None, []) for line in metrics)]
+    if not mixed(metrics):
+        used = [column for column in used if column.key != "accuracy_of"]
     table = Table(box=None, pad_edge=False)
     for column in used:
         table.add_column(column.heading, justify="left" if column.left else "right", no_wrap=True)

@@ -242,12 +242,15 @@ def run_facts(view: RunView, usual: Mapping[str, Any]) -> dict[str, Any]:
 
 def comparison_facts(view: ComparisonView, results: Results) -> dict[str, Any]:
     """What `tepal show --json` prints of a comparison: the figures of each strategy or variant over its seeds."""
+    times = Counter(result.full_label for result in results.variants)
     told: dict[str, Any] = as_json(
         {
             **view.facts(),
             "target": asdict(results.target) if results.target else None,
             ("strategies" if results.comparison.of_strategies else "variants"): {
-                result.full_label: {key: asdict(value) if value else None for key, value in result.figures.items()}
+                result.full_label if times[result.full_label] == 1 else result.name: {
+                    key: asdict(value) if value else None for key, value in result.figures.items()
+                }
                 for result in results.variants
             },
             **({"sections": list(map(_section_facts, results.sections))} if results.comparison.sections else {}),

@@ -234,8 +234,9 @@ def folder(check: str, path: Path | None) -> Finding:
     if path is None:
         return Finding(check, SKIPPED, "not used here", f"name one with --{check.split()[0]}")
     path = path.expanduser().absolute()
-    there = next(above for above in (path, *path.parents) if above.exists())
+    there = path
     try:
+        there = next(above for above in (path, *path.parents) if above.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
         free = shutil.disk_usage(there).free
@@ -296,8 +297,9 @@ def check_site(path: Path) -> Iterator[Finding]:
             if path.is_file():
                 yield _modes("site's archive", [path])
             yield _site_finding(read_site(unpacked))
-    except ProvisionError as error:
-        yield Finding("site", PROBLEM, *_halves(str(error)))
+    except (ProvisionError, PermissionError) as error:
+        said = closed(Path(error.filename)) if isinstance(error, PermissionError) else error
+        yield Finding("site", PROBLEM, *_halves(str(said)))
 
 
 def _site_finding(site: SiteCredentials) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from tepal.training.data.inputs import TOKENS, InputConfig, tokens_of
 from tepal.training.data.tokens import CHOICE, CONTEXT
 
 CHOICES = 4
-_POSITIONS = 3  # of a sequence of numbers
+_POSITIONS = (3, *range(1, 513))
+"""Lengths of a sequence of numbers that are tried: the metadata has none, and most models take any."""
 _WORDS = ("a", "model", "of", "texts", "reads", "words", "and", "every", "text", "has", "another", "number", "them")
 
 
@@ -32,10 +33,11 @@ def example_inputs(delivered: Delivered, count: int, *, seed: int, length: int |
         delivered: the model.
         count: number of examples.
         seed: seed of the random numbers.
-        length: tokens of a text, or positions of a sequence; by default those of training.
+        length: tokens of a text, by default those of training; or positions of a sequence of numbers, by default the
+            first of `_POSITIONS` that the model takes.
 
     Raises:
-        ExportError: a regression's model takes neither (n, features) nor (n, length, features).
+        ExportError: a regression's model takes neither (n, features) nor (n, length, features) of any of these lengths.
     """
     rng, predictor = np.random.default_rng(seed), delivered.predictor
     config = predictor.config
@@ -45,27 +47,33 @@ def example_inputs(delivered: Delivered, count: int, *, seed: int, length: int |
     if isinstance(predictor.info, TableInfo):
         return torch.from_numpy(rng.standard_normal((count, predictor.info.features), dtype=np.float32))
     if isinstance(predictor.info, NumberInfo):
-        return _numbers(delivered, predictor.info, count, length or _POSITIONS, rng)
+        return _numbers(delivered, predictor.info, count, (length,) if length else _POSITIONS, rng)
     length = length or length_of(config)
     if config.kind == models.CHARACTERS:
         return torch.from_numpy(rng.integers(0, len(CharVocabulary()), (count, length)))
     return torch.from_numpy(_texts(config, count, length, rng))
 
 
-def _numbers(delivered: Delivered, info: NumberInfo, count: int, length: int, rng: np.random.Generator) -> Tensor:
-    values = torch.from_numpy(rng.standard_normal((count, length, info.features), dtype=np.float32))
+def _numbers(
+    delivered: Delivered, info: NumberInfo, count: int, lengths: Sequence[int], rng: np.random.Generator
+) -> Tensor:
+    values = torch.from_numpy(rng.standard_normal((count, max(lengths), info.features), dtype=np.float32))
     model = delivered.predictor.model.cpu().eval()
-    reason: Any = "its outputs have another shape"
-    for inputs in (values, values[:, 0]):  # the metadata does not say whether an input is a sequence
+    # The metadata does not say whether an input is a sequence either.
+    candidates = [values[:, : lengths[0]], values[:, 0], *(values[:, :length] for length in lengths[1:])]
+    reasons: list[object] = []
+    for inputs in candidates:
         try:
             with torch.no_grad():
-                if delivered.task.outputs(model, inputs).shape == (count, info.outputs):
-                    return inputs
+                if delivered.task.outputs(model, inputs.contiguous()).shape == (count, info.outputs):
+                    return inputs.contiguous()
+            reasons.append("its outputs have another shape")
         except (RuntimeError, ValueError, IndexError) as error:
-            reason = error
+            reasons.append(error)
     raise ExportError(
-        f"{delivered.predictor.file}: the model takes neither (n, {info.features}) nor (n, length, {info.features}) to "
-        f"return (n, {info.outputs}) ({reason}): correct the model's forward"
+        f"{delivered.predictor.file}: the model takes neither (n, {info.features}) nor (n, length, {info.features}) of "
+        f"{min(lengths)} to {max(lengths)} positions to return (n, {info.outputs}) ({reasons[0]}): correct the model's "
+        "forward"
     )
 
 

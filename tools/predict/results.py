@@ -14,6 +14,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from tepal.host.text import visible
+from tepal.report.table import FORMULA
 from tepal.tools.predict.numbers import NumberPrediction, error_of
 
 SHOWN = 20  # rows of the table in the terminal
@@ -68,7 +70,9 @@ def write_csv(rows: Sequence[Prediction] | Sequence[NumberPrediction], file: Pat
 
 def _values(row: Prediction | NumberPrediction) -> list[Any]:
     if isinstance(row, Prediction):
-        return [getattr(row, column) for column in _COLUMNS]
+        name = row.class_name  # one character, as of a model of characters, is no formula
+        safe = f"'{name}" if len(name) > 1 and name.startswith(FORMULA) else name
+        return [safe if column == "class_name" else getattr(row, column) for column in _COLUMNS]
     return [row.file, row.index, *row.outputs, *row.deviations, *(row.targets or ("",) * len(row.outputs))]
 
 
@@ -88,7 +92,7 @@ def _labels_table(rows: Sequence[Prediction]) -> tuple[Table, list[str]]:
     optional = [name for name, shown in (("class", named), ("true", bool(labelled))) if shown]
     table = _table("file", ["label", *optional, "probability", "entropy", "disagreement"])
     for row in rows[:SHOWN]:
-        name = [Text(row.class_name if row.class_name.strip() else repr(row.class_name))] if named else []
+        name = [Text(visible(row.class_name))] if named else []
         true = [] if not labelled else ["" if row.true_label is None else str(row.true_label)]
         measures = (f"{value:.4f}" for value in (row.probability, row.entropy, row.disagreement))
         table.add_row(_origin(row), str(row.label), *name, *true, *measures)
@@ -114,5 +118,5 @@ def _table(first: str, others: Iterable[str]) -> Table:
 
 def _origin(row: Prediction | NumberPrediction) -> Text:
     # Text, since brackets in a string would be read as markup. Bytes that are not valid UTF-8 are replaced.
-    name = os.fsencode(row.file).decode("utf-8", "replace")
+    name = visible(os.fsencode(row.file).decode("utf-8", "replace"))
     return Text(name if row.index is None else f"{name}[{row.index}]")

@@ -28,6 +28,27 @@ def test_one_that_does_not_exist_is_refused_with_those_that_do():
         find("ditot")
 
 
+@pytest.mark.parametrize("name", [plan.APFL, plan.PERFEDAVG, plan.PFEDME])
+def test_settings_of_a_client_with_which_a_method_is_wrong_are_refused(name):
+    """A client's own settings may differ from the run's, which the server has checked."""
+    model = nn.Linear(4, 3)
+    inputs, labels = torch.randn(20, 4), torch.randint(0, 3, (20,))
+    options = {plan.ALPHA: 0.25, plan.ADAPTIVE: False, plan.DELTA: 0.01, plan.HESSIAN_FREE: False}
+    options |= {plan.LAMBDA: 1.0, plan.INNER_RATE: 0.1, plan.INNER_STEPS: 1, plan.OUTER_STEP: 0.1}
+
+    def fit(**settings):
+        config = TrainingConfig(optimizer="sgd", learning_rate=0.1, local_steps=2, **settings)
+        made = Work(model, Batches(inputs, labels, 10, 0), config, layout=layout_of(model), options=options)
+        made.received = {name: np.array(values) for name, values in made.read().items()}
+        find(name).fit(made)
+
+    with pytest.raises(ValueError, match=r"this client has autocast='fp16'.*use 'bf16' or 'no'"):
+        fit(autocast="fp16")
+    if name == plan.APFL:
+        with pytest.raises(ValueError, match="APFL needs gradient-checkpointing=false, and this client has true"):
+            fit(gradient_checkpointing=True)
+
+
 def test_apfls_personal_model_has_the_statistics_with_which_it_was_trained():
     """Parameters are mixed; running statistics are those of the mixture already."""
     torch.manual_seed(0)

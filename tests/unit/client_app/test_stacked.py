@@ -19,6 +19,7 @@ from tepal.models import build
 from tepal.server_app.config import defaults
 from tepal.strategies import Ditto, FedAvg, FedFrozen, FedProx, SelectiveLayers
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.training import probing
 from tepal.training.config import TrainingConfig
 from tepal.training.loop import Batches
 
@@ -280,6 +281,90 @@ def test_a_client_that_diverges_is_refused_alone(stacks):
     assert len(reports[-1].replied) == CLIENTS - 1
     ((_, reason),) = reports[-1].lost + reports[-1].refused
     assert "local training diverged" in reason
+
+
+class Einsum(nn.Module):
+    """Its stacked gradient has the strides of the transposed weight; and it has a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.first, self.second = (nn.Parameter(torch.randn(*shape) / 4) for shape in ((16, 64), (10, 16)))
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, images):
+        inner = torch.einsum("bi,oi->bo", images.flatten(1), self.first).tanh()
+        return torch.einsum("bi,oi->bo", inner, self.second) * self.temperature
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "sgd"}, {"optimizer": "adamw"}, {"clip_norm": 0.1}])
+def test_gradients_of_any_strides_and_parameters_without_dimensions_are_applied_where_they_belong(settings):
+    config = TrainingConfig(local_steps=3, batch_size=8, **{"optimizer": "sgd", "learning_rate": 0.1, **settings})
+
+    def works():
+        generator = torch.Generator().manual_seed(1)
+        for client in range(2):
+            images = torch.rand(24, 1, 8, 8, generator=generator)
+            labels = torch.randint(0, 10, (24,), generator=generator)
+            yield Work(Einsum(), Batches(images, labels, config.batch_size, client), config)
+
+    alone, stacked = list(works()), list(works())
+    for work in alone:
+        work.fit()
+    together.fit_stacked(stacked)
+    for one, other in zip(stacked, alone, strict=True):
+        for entry, value in one.model.state_dict().items():
+            torch.testing.assert_close(value, other.model.state_dict()[entry], rtol=0, atol=1e-5, msg=entry)
+
+
+@pytest.mark.parametrize("error", [IndexError(""), ValueError("labels have shape (4, 1)")])
+def test_whatever_cannot_be_stacked_trains_alone(monkeypatch, caplog, error):
+    def fails(works):
+        raise error
+
+    monkeypatch.setattr(together, "fit_stacked", fails)
+    with caplog.at_level(logging.INFO, "flwr"):
+        alone, _ = run(FedAvg, "cnn", stacked=False)
+        stacked, _ = run(FedAvg, "cnn", stacked=True)
+    assert_alike(stacked, alone)
+    assert f"not together: {str(error) or 'IndexError'}." in caplog.text
+
+
+class Dropping(nn.Module):
+    def __init__(self, image_shape, classes):
+        super().__init__()
+        self.embed = nn.Linear(int(np.prod(image_shape)), 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.3)) for _ in range(4))
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, images):
+        hidden = self.embed(images.flatten(1))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+def test_probes_in_threads_draw_the_numbers_that_they_draw_by_turns(monkeypatch):
+    """Dropout has a part in the scores by which layers are selected."""
+    found, probe = [], probing.layer_scores
+
+    def noted(*args, **options):
+        scores = probe(*args, **options)
+        found.append(scores.scores)
+        return scores
+
+    monkeypatch.setattr(probing, "layer_scores", noted)
+
+    def scores(at_once):
+        name = f"{__name__}:Dropping"
+        initial = build(name, image_shape=(1, 8, 8), classes=10, seed=7)
+        found.clear()
+        run(SelectiveLayers, name, stacked=False, initial=initial, deterministic=True, at_once=at_once)
+        assert len(found) == 2 * CLIENTS and len(set(map(tuple, found))) == len(found)
+        return sorted(found)
+
+    assert scores(1) == scores(CLIENTS)
 
 
 def test_layers_that_draw_random_numbers_are_known():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tepal.exchange import Traffic
 from tepal.records.columns import bytes_text, score_text, seconds_text, step_text
 from tepal.records.round_record import LONGEST_REASON, MOST_REASONS, RoundRecord
-from tepal.records.run_directory import METRICS, RunDirectory, json_line, read_metrics, summarise
+from tepal.records.run_directory import METRICS, RunDirectory, json_line, read_metrics, scored, summarise
 from tepal.strategies.rounds.report import RoundReport
 from tepal.training import tasks
 
@@ -29,6 +29,20 @@ def test_an_error_without_a_root_is_not_known(loss):
     assert record.received_rmse == expected and record.rmse == expected
     # and the round is kept with the loss that was reported
     assert record.loss == loss or math.isnan(loss)
+
+
+def test_the_score_of_one_mode_is_not_that_of_the_ensemble():
+    """A client that trains a mode scores that mode, which it received."""
+    train = {"received-accuracy": 0.3, "received-loss": 2.0, "train-loss": 1.0}
+
+    def record(number, of, **server):
+        report = RoundReport(number, "train", eval_metrics_of=of, train_metrics=train, server_metrics=server)
+        return RoundRecord.of(report, 1, tasks.IMAGES)
+
+    for of, expected in (("ensemble", None), ("received", 0.3)):
+        lines = [record(1, of), record(2, of), record(3, of, accuracy=0.9)]
+        assert [line.accuracy for line in scored(lines)] == [expected, expected, 0.9]
+        assert lines[0].train_loss == 1.0
 
 
 @pytest.mark.parametrize("loss", [-1e300, 1e300, math.nan, math.inf, 0.0])

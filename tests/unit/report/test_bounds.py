@@ -6,13 +6,14 @@ import re
 import time
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from tepal.records.round_record import BINS, COLUMNS, INCIDENTS, RoundRecord
 from tepal.records.run_directory import BLOCKS, CLIENTS, LABELS, RunDirectory
 from tepal.report.clients import natural
 from tepal.report.method_figures import MOST_COLUMNS, label_figures
-from tepal.report.page import labels
+from tepal.report.page import labels, thin
 from tepal.report.run_page import write_report
 from tests.unit.report.test_report import CONFIG, Page
 
@@ -129,6 +130,23 @@ def test_hostile_names_are_text_wherever_a_report_has_them(run):
 def test_labels_of_a_figure_are_different_short_and_text():
     shown = labels(["a", "<b>", "x" * 500, "x" * 501, "a\n", "a\\n"])
     assert shown[:2] == ["a", "&lt;b&gt;"] and len(set(shown)) == 6 and max(map(len, shown)) < 80
+
+
+def test_a_label_may_be_what_a_repeated_one_would_be_called():
+    """As nobody but who writes a `labels.json` by hand would have them."""
+    shown = labels(["\x01", "\x01 (3)", "\\x01"])
+    assert len(set(shown)) == 3 and shown[2].startswith("\\x01 (")
+
+
+def test_of_each_round_that_is_drawn_all_bars_are():
+    plot, rng = go.Figure(), np.random.default_rng(0)
+    for name in ("down", "up"):
+        plot.add_bar(x=list(range(5000)), y=list(rng.random(5000)), name=name, meta={})
+    plot.add_scatter(x=list(range(5000)), y=list(rng.random(5000)), meta={})
+    down, up, curve = thin(plot).data
+    assert list(down.x) == list(up.x) and 600 <= len(down.x) <= 1300 and len(curve.x) <= 700
+    for trace in (down, up):
+        assert len(trace.y) == len(trace.x)
 
 
 def test_names_are_ordered_whatever_is_in_them():

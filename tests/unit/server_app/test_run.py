@@ -481,6 +481,9 @@ def test_a_model_of_ones_own_is_trained_with_the_blocks_that_the_config_names(sm
         3 * 4 * everything, 3 * 4 * (everything - frozen), 3 * 4 * (everything - frozen)
     ]  # fmt: skip
     assert not any(line["refused"] or line["lost"] for line in lines)
+    recomputed = read_lines(small_run(**named, gradient_checkpointing=True))
+    assert [line["bytes_up"] for line in recomputed] == [line["bytes_up"] for line in lines]
+    assert not any(line["refused"] or line["lost"] for line in recomputed)
     path = small_run(**named, strategy="selective", num_server_rounds=1)
     assert read_lines(path)[-1]["bytes_up"] == 3 * 4 * (3 * 72 + 90)  # each client: a layer of two, and the head
 

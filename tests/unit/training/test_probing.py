@@ -15,10 +15,11 @@ from torch import nn
 
 from tepal.client_app import apply_plan
 from tepal.exchange import MODEL, Outgoing, Plan, Sender, partial_exchange
-from tepal.exchange.plan import LAYER_SCORES, PROBE, PROBE_BATCHES, PROBE_SCORE
+from tepal.exchange.plan import LAYER_MILLISECONDS, LAYER_SCORES, PROBE, PROBE_BATCHES, PROBE_SCORE, PROBE_TIMED
 from tepal.models.blocks import canonical_state, find_blocks
 from tepal.models.tiny_vit import TinyViT
 from tepal.strategies.in_process import InProcessGrid
+from tepal.training import probing
 from tepal.training.probing import layer_scores, reply_to_probes
 
 
@@ -396,3 +397,22 @@ def test_a_layer_that_only_an_earlier_batch_went_through_takes_no_time_from_the_
     layers = [("below.weight",), ("above.weight",)]
     found = layer_scores(model, batches(), layers, find_blocks(model).layout, timed=True)
     assert max(found.milliseconds) < 500
+
+
+@pytest.mark.parametrize("size", [5, 12, 0])
+def test_a_probe_takes_as_much_at_once_as_training_does(monkeypatch, size):
+    """The gradient is that of the whole batch, and so is the time."""
+    model, batch, seen = vit(), images(), []
+    blocks = find_blocks(model)
+    groups = {f"layer/{number}": layer for number, layer in enumerate(blocks.layers)}
+    options = {PROBE_SCORE: "gradient", PROBE_TIMED: True, PROBE_BATCHES: 1}
+    plan = SimpleNamespace(action=PROBE, groups={**groups, "head": blocks.head}, options=options)
+    monkeypatch.setattr(probing, "received", lambda msg: SimpleNamespace(plan=plan, layout=blocks.layout))
+    add = probing._Probe.add
+    monkeypatch.setattr(probing._Probe, "add", lambda self, x, y, share: seen.append(len(y)) or add(self, x, y, share))
+    monkeypatch.setattr(probing._Probe, "_durations", lambda self, start: [2.0] * len(self.layers))
+    found = probing.probe_layers(model, None, [batch, batch], micro_batch_size=size)
+    pieces = {5: [5, 5, 2], 12: [12], 0: [12]}[size]
+    assert seen[1:] == pieces, "the first is taken once more, to measure the time"
+    assert found[LAYER_SCORES] == pytest.approx(scores(model, [batch]).scores, rel=1e-4)
+    assert found[LAYER_MILLISECONDS] == [2.0 * len(pieces)] * len(blocks.layers)

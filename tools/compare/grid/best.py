@@ -80,7 +80,9 @@ def _best(results: Sequence[Result], seeds: int) -> Best | None:
         other.name: paired(first.by_seed(key), other.by_seed(key), seeds) for other in results if other is not first
     }
     # Without a difference of every seed it may be that the missing one is better.
-    decided = all(found and found.pairs == seeds and found.verdict == better for found in differences.values())
+    decided = all(result.finished for result in results) and all(
+        found and found.pairs == seeds and found.verdict == better for found in differences.values()
+    )
     return Best(first, key, second, differences[second.name], decided)
 
 

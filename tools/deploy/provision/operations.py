@@ -192,6 +192,7 @@ def renew_site(folder: Path, name: str, *, node_config: Mapping[str, Value] | No
     ca, as_folder = made.server.root_certificates.read_bytes(), unpacked.is_dir()
     with changing(made.folder) as change:
         if present is not None:
+            made.server.revoked.mkdir(mode=0o700, exist_ok=True)  # a copy by git has no empty folder
             change.move(present, made.server.revoked / f"{name}-{now}.pub")
         if archive.exists():
             change.move(archive, archive.with_name(f"{name}-{now}.tar.gz.old"))
@@ -214,6 +215,7 @@ def revoke(server: ServerFolder, name: str) -> Path | None:
         raise ProvisionError(f"{server.nodes} has no site {name}. It has: {some(list(server.node_keys()))}")
     target = server.revoked / f"{name}-{datetime.datetime.now(datetime.UTC).strftime(TIME)}.pub"
     with changing(server.folder) as change:
+        server.revoked.mkdir(mode=0o700, exist_ok=True)  # a copy by git has no empty folder
         change.move(path, target)
     return target
 

@@ -240,7 +240,8 @@ def test_strategies_and_variants_are_compared(small):
     assert names.table.index.tolist() == ["fedavg", "fedprox"] and "fedavg, fedprox; 2 runs" in repr(names)
 
 
-def test_a_run_that_fails_in_any_way_does_not_end_the_comparison(small, monkeypatch):
+def test_a_run_that_fails_in_any_way_does_not_end_the_comparison(small, monkeypatch, capsys):
+    """It is shown, also without progress."""
     del small["strategy"]
 
     def evaluation(config, model):
@@ -252,6 +253,7 @@ def test_a_run_that_fails_in_any_way_does_not_end_the_comparison(small, monkeypa
 
     monkeypatch.setattr("tepal.server_app.run.server_evaluation", evaluation)
     compared = tepal.compare(["fedavg", "fedprox"], **small)
+    assert "fedavg" in (shown := capsys.readouterr().err) and "IndexError: no such class" in shown
     first, second = read_comparison(compared.path).runs
     assert (first.outcome, first.reason, second.outcome) == ("failed", "IndexError: no such class", "finished")
     assert "Traceback" in (first.directory / "flower.log").read_text()

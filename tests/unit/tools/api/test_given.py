@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from tepal import models
 from tepal.tools.api.given import data_settings, model_name, takes_seed
@@ -85,6 +85,16 @@ def test_columns_of_pandas_and_booleans(tmp_path):
     assert np.load(settings["dataset"])["y"].tolist() == names.tolist()
     settings, _ = data_settings((IMAGES, LABELS > 1), tmp_path)
     assert np.load(settings["dataset"])["y"].tolist() == (LABELS > 1).astype(int).tolist()
+
+
+def test_boolean_inputs_are_zeros_and_ones(tmp_path):
+    inked, odd = IMAGES - IMAGES.mean() > 0, LABELS % 2 > 0
+    for data in ((inked, LABELS), TensorDataset(torch.from_numpy(inked), torch.from_numpy(odd))):
+        settings, _ = data_settings(data, tmp_path)
+        stored = np.load(settings["dataset"])
+        assert stored["y"].dtype.kind == "i" and stored["x"].dtype == np.float32
+        np.testing.assert_array_equal(stored["x"], inked.astype(float))
+        assert np.unique(read(settings).values).tolist() == [0.0, 1.0]
 
 
 def test_columns_of_a_dataset_of_hugging_face_are_found_by_their_usual_names(tmp_path):

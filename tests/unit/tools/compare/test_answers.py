@@ -11,7 +11,7 @@ from scipy import stats
 
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory
-from tepal.tools.compare.answers import answer, paired
+from tepal.tools.compare.answers import Compared, answer, paired
 from tepal.tools.compare.bars import draw_bars
 from tepal.tools.compare.comparison import Measured, measure, results_of
 from tepal.tools.compare.runs import write_comparison
@@ -367,6 +367,35 @@ def test_the_doubt_of_a_model_that_diverged_is_not_that_from_before(tmp_path):
         "(0.0800)."
     )
     assert [row["loss"] for row in csv.DictReader(io.StringIO(runs_csv(found)))] == ["0.4", ""]
+
+
+@pytest.mark.parametrize("baseline", [[], [RoundRecord(round=1, accuracy=0.9, accuracy_of="personal")]])
+def test_doubt_of_a_baseline_without_figures_has_no_answer_yet(tmp_path, baseline):
+    rounds = {("single", 7): baseline, ("ensemble", 7): doubtful(0.9, 0.4, 0.08, 0.45)}
+    found = results(tmp_path, DOUBT, rounds, seeds=(7,))
+    assert answer(found.sections[0]).startswith("Loss, calibration error and flagged images were not measured")
+
+
+def test_runs_that_did_not_finish_decide_nothing(tmp_path):
+    """The baseline failed with every seed after two rounds, and the other variant has gone on."""
+    rounds = {("base", seed): scores(0.1, 0.2 + seed / 1000, megabytes=1) for seed in SEEDS}
+    rounds |= {("other", seed): scores(0.1, 0.2, 0.6 + seed / 900, megabytes=1) for seed in SEEDS}
+    comparison = variants_in(tmp_path, [("", "", {"base": "fedavg", "other": "fedavg"}, {"baseline": "base"})], SEEDS)
+    compared = Compared("server_accuracy", "accuracy")
+
+    def group_in():
+        measured = [Measured(run, rounds[run.variant, run.seed], {}) for run in comparison.runs]
+        return results_of(comparison, measured).sections[0]
+
+    for run in comparison.runs:
+        run.outcome = "finished"
+    group = group_in()
+    assert compared.of(group.variants[1], group).verdict == "higher"
+    for run in comparison.runs:
+        run.outcome = "failed" if run.variant == "base" else "finished"
+    group = group_in()
+    found = compared.of(group.variants[1], group)
+    assert found.verdict == "undecided" and found.mean == pytest.approx(0.4, abs=0.01)
 
 
 def test_doubt_that_was_not_measured_has_no_answer(tmp_path):

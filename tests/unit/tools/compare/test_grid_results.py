@@ -17,6 +17,7 @@ from tepal.tools.compare.page import figures
 from tepal.tools.compare.runs import write_comparison
 from tepal.tools.compare.sections import Section, Variant
 from tepal.tools.compare.tables import comparison_table
+from tepal.tools.dashboard.views import ComparisonView, comparison_facts
 from tests.comparisons import CONFIG, RUNS, leave_run
 
 RATES = (0.001, 0.01, 0.1)
@@ -128,6 +129,26 @@ def test_a_combination_without_results_leaves_the_best_undecided(tmp_path):
             run.outcome, run.reason = "failed", "no memory"
     assert set(marks(measure(comparison)).values()) == {"undecided"}
     assert "fedavg learning-rate=0.001 seed 2: failed after round 3 of 3: no memory" in shown(comparison)
+
+
+def test_a_combination_that_finished_with_no_seed_leaves_the_best_undecided(tmp_path):
+    sections = strategies_grid(["fedavg"], {"learning-rate": RATES}, 3)
+    comparison = finished(tmp_path, sections, SEEDS, of_rates)
+    assert "best" in marks(measure(comparison)).values()
+    for run in comparison.runs:
+        if comparison.settings_of(run)["learning-rate"] == 0.001:
+            run.outcome = "failed"
+    assert set(marks(measure(comparison)).values()) == {"undecided"}
+
+
+def test_long_values_that_begin_alike_are_told_apart(tmp_path):
+    folder = "/home/someone/projects/federated-learning/"
+    sections = strategies_grid(["fedavg"], {"pretrained": [f"{folder}clip.pt", f"{folder}imagenet.pt"]}, 1)
+    results = measure(finished(tmp_path, sections, (1,), lambda config, seed: 0.0))
+    first, second = (result.full_label for result in results.variants)
+    assert first.endswith("/clip.pt") and second.endswith("/imagenet.pt") and len(first) < 70
+    told = comparison_facts(ComparisonView(results.comparison.folder), results)
+    assert {first, second} == told["strategies"].keys()
 
 
 def test_the_best_is_of_equal_data(tmp_path):

@@ -5,11 +5,13 @@ import email.utils
 import http.server
 import json
 import os
+import shutil
 import socket
 import ssl
 import tarfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -317,6 +319,36 @@ def test_a_container_writes_to_the_folders_of_its_image_alone(
     found = {each["check"]: each for each in json.loads(done.stdout)}
     assert done.exit_code == 0, done.stdout
     assert [name for name in ("runs folder", "cache folder") if found[name]["state"] == SKIPPED] == [skipped]
+
+
+@pytest.fixture
+def closed_to_us(monkeypatch):
+    """Closes a folder to this user, who may be root: nothing below it can be looked at."""
+
+    def close(folder):
+        before = os.stat
+
+        def refuse(path, *args, **options):
+            if not isinstance(path, int) and folder in Path(os.fsdecode(path)).parents:
+                raise PermissionError(13, "Permission denied", str(path))
+            return before(path, *args, **options)
+
+        monkeypatch.setattr(os, "stat", refuse)
+
+    return close
+
+
+def test_a_site_that_is_closed_to_this_user_is_a_problem(fleet, tmp_path, closed_to_us):
+    shutil.unpack_archive(fleet.archive("north"), tmp_path, filter="data")
+    closed_to_us(tmp_path / "north")
+    [found] = doctor.check_site(tmp_path / "north")
+    assert found.state == PROBLEM and "cannot be read by this user" in found.found and "chown -R" in found.remedy
+
+
+def test_a_folder_below_one_that_is_closed_to_this_user_is_a_problem(tmp_path, closed_to_us):
+    closed_to_us(tmp_path / "closed")
+    found = doctor.folder("runs folder", tmp_path / "closed" / "runs")
+    assert found.state == PROBLEM and "cannot be written to: Permission denied" in found.found
 
 
 def test_the_archive_that_is_looked_at_stays_as_it_is(fleet):

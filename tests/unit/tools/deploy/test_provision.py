@@ -575,6 +575,19 @@ def test_a_revoked_name_comes_back_by_renewal_alone(made):
     assert list(made.server.node_keys()) == ["north", "south"]
 
 
+def test_a_server_folder_that_was_copied_without_its_empty_folder_can_revoke(made):
+    made.server.revoked.rmdir()
+    assert revoke(made.server, "north").parent == made.server.revoked
+    assert "north" not in made.server.node_keys() and stat.S_IMODE(made.server.revoked.stat().st_mode) == 0o700
+
+
+def test_and_renew(made):
+    made.server.revoked.rmdir()
+    before = made.server.node_keys()["north"].read_bytes()
+    renew_site(made.folder, "north")
+    assert [path.read_bytes() for path in made.server.revoked.iterdir()] == [before]
+
+
 def test_names_that_look_like_revoked_files_are_told_apart(tmp_path):
     name = "north-20260101T000000.000000Z"
     made = make(tmp_path / "fl", hosts=HOSTS, sites=["north", name])

@@ -180,6 +180,24 @@ def test_a_regression_without_sequences_has_two_axes(tmp_path, monkeypatch):
     assert export_onnx(load_delivered(run), tmp_path / "a.onnx").inputs == {"inputs": ("batch", 4)}
 
 
+WINDOW = """
+import torch
+def build(features, outputs):
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(24 * features, outputs))
+"""
+
+
+def test_a_regression_of_windows_of_a_fixed_length_has_that_length(tmp_path, monkeypatch):
+    name = custom_model(tmp_path, monkeypatch, WINDOW, "window")
+    sizes = {"features": 4, "outputs": 2}
+    run, (built,) = delivered(tmp_path, name, sizes, task="sequence-regression", **sizes)
+    done = export_onnx(load_delivered(run), tmp_path / "a.onnx")
+    assert done.inputs == {"inputs": ("batch", 24, 4)}
+    values = images(5, 24, 4)
+    (found,) = session_of(done.path).run(None, {"inputs": values})
+    np.testing.assert_allclose(found, outputs(built, values), atol=1e-5)
+
+
 @pytest.mark.long
 def test_characters_are_predicted_as_by_torch(tmp_path):
     run, (model,) = delivered(tmp_path, "char-lstm", {"vocabulary": 80}, **{"text-length": 12})

@@ -407,6 +407,18 @@ def test_the_csv_has_every_row_in_full(tmp_path):
     assert (read[25]["index"], read[25]["true_label"]) == ("", "")
 
 
+def test_names_of_classes_and_files_are_neither_formulas_nor_commands_to_a_terminal(tmp_path):
+    names = ["=HYPERLINK(0)", "a\x1b[2Jb", "-", "cat"]
+    rows = [Prediction(tmp_path / "a\x1b]0;b.png", None, 3, 0.1, 2.0, 0.0, class_name=name) for name in names]
+    write_csv(rows, tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [line["class_name"] for line in read] == ["'=HYPERLINK(0)", *names[1:]]
+    assert [line["file"] for line in read] == [str(row.file) for row in rows], "to be opened by their names"
+    text = shown(rows)
+    assert "\x1b" not in text and r"a\x1b[2Jb" in text and r"a\x1b]0;b.png" in text
+
+
 def test_the_csv_takes_names_that_are_not_text(tmp_path):
     name = b"caf\xe9.png"
     write_csv([Prediction(tmp_path / name.decode("utf-8", "surrogateescape"), None, 3, 0.1, 2.0, 0.0)], tmp_path / "o")
