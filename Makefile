@@ -42,8 +42,9 @@ AGAIN := --last-failed --last-failed-no-failures none
 define TESTED
 $(PYTEST) $(1) -m "$(2)" $(3) || { test $$? = 1 && $(PYTEST) $(1) -m "$(2)" $(AGAIN); }
 endef
-UNITS = $(call TESTED,$(1),$(2),$(WITH_TWO) $(3))
-INTEGRATION = $(call TESTED,tests/integration,$(1),-n 2 --dist loadfile --no-loadscope-reorder $(2))
+SHARED := $(addprefix --share ,$(SHARE))
+UNITS = $(call TESTED,$(1) $(3),$(2),$(WITH_TWO))
+INTEGRATION = $(call TESTED,tests/integration $(2),$(1),-n 2 --dist loadfile --no-loadscope-reorder)
 
 test: $(VENV)/.ready-dev
 	$(call UNITS,tests/unit tests/campaign,not long)
@@ -52,8 +53,8 @@ test: $(VENV)/.ready-dev
 # Only modules that have long tests are imported: all of them take most of a minute. SHARE=2/3: the second third.
 WITH_LONG := grep -rlE --include='test_*.py' 'mark\.long' tests/unit
 test-long: $(VENV)/.ready-dev
-	$(call UNITS,$$($(WITH_LONG)),long,$(addprefix --share ,$(SHARE)))
-	$(call INTEGRATION,long,$(addprefix --share ,$(SHARE)))
+	$(call UNITS,$$($(WITH_LONG)),long,$(SHARED))
+	$(call INTEGRATION,long,$(SHARED))
 
 # Twenty strategies, two at a time: ten minutes with the default of 60 seconds for each.
 test-campaign: $(VENV)/.ready-dev

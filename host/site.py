@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import ipaddress
 import os
@@ -52,6 +53,8 @@ def read_site(folder: Path) -> SiteCredentials:
     folder = folder.absolute()
     certificates, key, settings = (folder / name for name in SITE_FILES)
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            certificates.stat()  # refused in a closed folder, which later versions of Python take for an empty one
         if folder.is_file():
             raise ProvisionError(f"{folder} is a file, expected a folder: {_UNPACK}")
         if not folder.is_dir():

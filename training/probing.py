@@ -330,14 +330,14 @@ def probe_layers(
     score, timed = options.get(PROBE_SCORE, NO_SCORE), bool(options.get(PROBE_TIMED))
     if score == NO_SCORE and not timed:
         return {}
-    count = 1
+    times = 1.0  # the time of the last piece → that of its batch
 
     def pieces() -> Iterator[Batch]:
-        nonlocal count
+        nonlocal times
         for inputs, labels in islice(batches, int(options.get(PROBE_BATCHES, 1)) or None):
             found = cuts(len(labels), micro_batch_size or len(labels))
-            count = len(found)
-            for piece in found:
+            times = len(labels) / len(labels[found[0]])
+            for piece in reversed(found):  # a whole one last
                 yield inputs[piece], labels[piece]
 
     found = layer_scores(
@@ -351,4 +351,4 @@ def probe_layers(
         timed=timed,
     )
     scores = {} if score == NO_SCORE else {LAYER_SCORES: found.scores}
-    return scores | ({LAYER_MILLISECONDS: [count * each for each in found.milliseconds]} if timed else {})
+    return scores | ({LAYER_MILLISECONDS: [times * each for each in found.milliseconds]} if timed else {})

@@ -82,8 +82,8 @@ class Checkpoints:
 
     Args:
         folder: created when the first checkpoint is written.
-        keep: how many of the newest checkpoints are kept, at least 1. Two are kept in any case: the run returns to the
-            one before the newest if no client can train from that.
+        keep: how many of the newest checkpoints are kept, at least 1. Two are kept in any case: a resumed run
+            returns to the state before the newest one, if that has a checkpoint, where no client can train from it.
     """
 
     def __init__(self, folder: Path | str, keep: int = 3) -> None:

@@ -97,7 +97,7 @@ class Past:
         }  # fmt: skip
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        """Restore from a checkpoint's facts, which are empty in one of an earlier version.
+        """Restore from a checkpoint's facts.
 
         The run can return if the state before the last merge is in a checkpoint. That of the round before may be one to
         which it must not return: the state that was undone in the checkpoint's round.

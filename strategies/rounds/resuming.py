@@ -87,7 +87,9 @@ class Resuming:
         """Return the method's state of a checkpoint, and restore the ledger, the memories and the result from it."""
         log.info("Resumed after round %d, from %s.", checkpoint.round, self.checkpoints.folder)
         standing, versions = checkpoint.standing, self.checkpoints.versions()
-        before = versions.get(standing.get("past", {}).get("before"), {})
+        if "past" not in standing:  # of an earlier version, which took the round before for the state before
+            standing = {**standing, "past": {"round": checkpoint.round, "before": checkpoint.round - 1}}
+        before = versions.get(standing["past"]["before"], {})
         ledger.restore(checkpoint.held, checkpoint.current, standing, list(versions.values()), before)
         for name, memory in memories.items():
             memory.restore(standing.get(name, {}))

@@ -79,7 +79,8 @@ class Paired:
         if self.seeds == 1:
             return ""
         some = f"{self.pairs} of {self.seeds} seeds" if self.pairs < self.seeds else ""
-        return ", ".join(filter(None, (self.range, some, "undecided" if self.undecided else "")))
+        lasting = "" if self.finished else "not finished"
+        return ", ".join(filter(None, (self.range, some, lasting, "undecided" if self.undecided else "")))
 
     @property
     def range(self) -> str:

@@ -298,8 +298,9 @@ def check_site(path: Path) -> Iterator[Finding]:
                 yield _modes("site's archive", [path])
             yield _site_finding(read_site(unpacked))
     except (ProvisionError, PermissionError) as error:
-        said = closed(Path(error.filename)) if isinstance(error, PermissionError) else error
-        yield Finding("site", PROBLEM, *_halves(str(said)))
+        user = f"this user (uid {os.geteuid()})"
+        closed_to = f"{path} cannot be read by {user}. Run the command with sudo, or as the user that runs the node"
+        yield Finding("site", PROBLEM, *_halves(closed_to if isinstance(error, PermissionError) else str(error)))
 
 
 def _site_finding(site: SiteCredentials) -> Finding:

@@ -143,6 +143,14 @@ def _varying(delivered: Delivered, inputs: Sequence[Tensor]) -> Iterator[dict[in
     yield {0: batch}
 
 
+def _another_length(delivered: Delivered) -> int:
+    """Another number of tokens than in training, or of positions than a sequence of numbers was exported with."""
+    config = delivered.predictor.config
+    if config.kind == models.SEQUENCES:
+        return example_inputs(delivered, 1, seed=0).shape[1] + 1
+    return max(2, length_of(config) // 2)
+
+
 def _compared(
     delivered: Delivered, graph: Graph, file: Path, shapes: Mapping[str, Sizes]
 ) -> tuple[float, float] | tuple[None, None]:
@@ -163,7 +171,7 @@ def _compared(
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         for number, count in enumerate(_BATCHES):
-            length = max(2, length_of(delivered.predictor.config) // 2) if varies and number == 1 else None
+            length = _another_length(delivered) if varies and number == 1 else None
             inputs = example_inputs(delivered, count, seed=number + 1, length=length)
             found = session.run(
                 None, {name: each.numpy() for name, each in zip(shapes, graph.split(inputs), strict=True)}

@@ -401,7 +401,7 @@ def test_a_layer_that_only_an_earlier_batch_went_through_takes_no_time_from_the_
 
 @pytest.mark.parametrize("size", [5, 12, 0])
 def test_a_probe_takes_as_much_at_once_as_training_does(monkeypatch, size):
-    """The gradient is that of the whole batch, and so is the time."""
+    """The gradient is that of the whole batch. The time is that of a whole piece, for as many examples as there are."""
     model, batch, seen = vit(), images(), []
     blocks = find_blocks(model)
     groups = {f"layer/{number}": layer for number, layer in enumerate(blocks.layers)}
@@ -412,7 +412,7 @@ def test_a_probe_takes_as_much_at_once_as_training_does(monkeypatch, size):
     monkeypatch.setattr(probing._Probe, "add", lambda self, x, y, share: seen.append(len(y)) or add(self, x, y, share))
     monkeypatch.setattr(probing._Probe, "_durations", lambda self, start: [2.0] * len(self.layers))
     found = probing.probe_layers(model, None, [batch, batch], micro_batch_size=size)
-    pieces = {5: [5, 5, 2], 12: [12], 0: [12]}[size]
+    pieces = {5: [2, 5, 5], 12: [12], 0: [12]}[size]
     assert seen[1:] == pieces, "the first is taken once more, to measure the time"
     assert found[LAYER_SCORES] == pytest.approx(scores(model, [batch]).scores, rel=1e-4)
-    assert found[LAYER_MILLISECONDS] == [2.0 * len(pieces)] * len(blocks.layers)
+    assert found[LAYER_MILLISECONDS] == [2.0 * 12 / pieces[-1]] * len(blocks.layers)

@@ -108,7 +108,7 @@ def _note(best: Best, group: Group) -> str:
         return f"{said}; one seed: the difference may be chance"
     found = best.difference
     difference = f", difference {found.write(found.mean)} ({found.range})" if found and found.range else ""
-    verdict = "best" if best.decided else "undecided: the seeds do not show that it is better than all others"
+    verdict = "best" if best.decided else "undecided: the finished runs do not show that it is better than all others"
     return f"{said}{difference}; {verdict}"
 
 

@@ -395,6 +395,7 @@ def test_runs_that_did_not_finish_decide_nothing(tmp_path):
         run.outcome = "failed" if run.variant == "base" else "finished"
     group = group_in()
     found = compared.of(group.variants[1], group)
+    assert found.text.endswith(", not finished, undecided)")
     assert found.verdict == "undecided" and found.mean == pytest.approx(0.4, abs=0.01)
 
 
