@@ -297,7 +297,7 @@ def with_joiners(
     if not before:
         return dict(mean), names
     share = len(before) / len(names)
-    return {name: (values * share).astype(values.dtype) for name, values in mean.items()}, names
+    return {name: np.asarray(values * share, dtype=values.dtype) for name, values in mean.items()}, names
 
 
 ON_TESTS = ("received-", "trained-", "personal-", "ensemble-")

@@ -184,7 +184,12 @@ class FedEnsembleMethod(Method[EnsembleState]):
         options = {SCORED_AS: self.eval_metrics_of}
         return [
             replace(
-                plans[0], needs=_joined(p.needs for p in plans), keeps=_joined(p.keeps for p in plans), options=options
+                plans[0],
+                needs=_joined(p.needs for p in plans),
+                keeps=_joined(p.keeps for p in plans),
+                # What is frozen in one mode is sent whole of all: `exact` has no trees.
+                exact=tuple(dict.fromkeys(name for p in plans for name in p.exact)),
+                options=options,
             )
             for plans in zip(*of_modes, strict=True)
         ]

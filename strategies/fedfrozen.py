@@ -61,11 +61,11 @@ class FedFrozenMethod(PartialAveraging):
             self.warmup_rounds = usual_warmup(rounds)
 
     def init(self, model: ServerModel, run: Run) -> ModelState:
-        self._blocks = attention_blocks(model)
+        self._blocks = attention_blocks(model, self.ridge)
         return super().init(model, run)
 
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
-        blocks = attention_blocks(model)
+        blocks = attention_blocks(model, self.ridge)
         return {"query_key": blocks.query_key, "value": blocks.value}
 
     def frozen(self, state: ModelState) -> bool:
@@ -128,7 +128,7 @@ class FedFrozen(MethodStrategy):
     ) -> None:
         super().__init__(FedFrozenMethod(warmup_rounds, ridge), **round_options)
         if self.blocks is not None:
-            _require_attention(self.blocks)
+            _require_attention(self.blocks, ridge)
 
 
 def _drift(before: Arrays, after: Arrays, names: Names) -> float:
@@ -151,22 +151,30 @@ def _drift(before: Arrays, after: Arrays, names: Names) -> float:
     return change / norm if norm else math.inf if change else 0.0
 
 
-def attention_blocks(model: ServerModel) -> ModelBlocks:
-    """Blocks of a model with query and key projections. Raises NoAttentionError for any other model."""
+def attention_blocks(model: ServerModel, ridge: float) -> ModelBlocks:
+    """Blocks of a model with query and key projections, and with a ridge value projections.
+
+    Raises NoAttentionError for any other model.
+    """
     if model.blocks is None:
         raise NoAttentionError(
             "FedFrozen must know which entries are query and key projections, and their names alone do not show it: "
             "give it the model, FedFrozen(warmup_rounds=..., model=model)."
         )
-    _require_attention(model.blocks)
+    _require_attention(model.blocks, ridge)
     return model.blocks
 
 
-def _require_attention(blocks: ModelBlocks) -> None:
+def _require_attention(blocks: ModelBlocks, ridge: float = 0.0) -> None:
     if not blocks.query_key:
         raise NoAttentionError(
             f"FedFrozen freezes query and key projections, and {blocks.model} has none. "
             "Choose a model with attention, or the strategy FedAvg."
+        )
+    if ridge and not blocks.value_projection:
+        raise NoAttentionError(
+            f"ridge is {ridge:g}, which applies to value projections, and {blocks.model} has none that are known: name "
+            "them with find_blocks(model, query_key=[...], value_projection=[...]), or leave ridge out."
         )
 
 

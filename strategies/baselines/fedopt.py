@@ -116,10 +116,11 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
             if share < 1:
                 delta = delta * share
             change, m, v = self._method.step(delta, first.get(name), second.get(name))
-            entries[name] = (w + change).astype(w.dtype, copy=False)
-            first[name] = m.astype(w.dtype, copy=False)
+            # Arithmetic on arrays without dimensions gives numpy's scalars, which no state can have.
+            entries[name] = np.asarray(w + change, dtype=w.dtype)
+            first[name] = np.asarray(m, dtype=w.dtype)
             if v is not None:
-                second[name] = v.astype(w.dtype, copy=False)
+                second[name] = np.asarray(v, dtype=w.dtype)
         return self._next_state(entries, first=first, second=second, norms=norms)
 
     def _limited(self, entries: Arrays) -> tuple[float, tuple[float, ...]]:

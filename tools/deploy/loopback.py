@@ -111,7 +111,8 @@ def deployment(
     address, trusted = settings.control, made.server.root_certificates
     environment = flower_environment(folder / "home") | ({} if stock else {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"})
     # The nodes share this machine's cores; more threads than cores make training many times slower.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // len(sites))))
+    if not environment.get("OMP_NUM_THREADS"):
+        environment["OMP_NUM_THREADS"] = str(max(1, cpu_count() // len(sites)))
     connect(folder / "home", address, trusted)
     with contextlib.ExitStack() as stack:
         clock.stage("Starting a SuperLink ...")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -178,7 +179,7 @@ class Engine(Runner):
             finally:
                 if written is not None:
                     for path in list(self._work.iterdir()):
-                        shutil.move(path, written)
+                        shutil.move(path, _free(written / path.name))
             if self._one_run:
                 self.stop()
         except BaseException as error:
@@ -231,3 +232,9 @@ def _short_temporary_folder() -> str:
     usual = tempfile.gettempdir()
     fits = len(usual.encode()) + len("/tepal-12345678") <= _LONGEST_RAY_FOLDER
     return usual if fits or not os.path.isdir("/tmp") else "/tmp"
+
+
+def _free(path: Path) -> Path:
+    """The path, or if something is there the first free one with a number before its suffix."""
+    numbered = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if not each.exists())

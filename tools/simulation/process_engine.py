@@ -67,9 +67,11 @@ class ProcessEngine(Engine):
         # The app's own modules come first, as with Flower.
         path = filter(None, [str(self._bundle), environment.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        environment.setdefault("OMP_NUM_THREADS", str(self._threads))
+        given = given_threads(environment)
+        if not environment.get("OMP_NUM_THREADS"):
+            environment["OMP_NUM_THREADS"] = str(self._threads)
         program = Path(__file__).with_name("one_process.py")
-        together = int(os.environ.get("OMP_NUM_THREADS", self._threads * self._at_once))
+        together = given or self._threads * self._at_once
         command = [sys.executable, "-P", str(program), str(self._bundle), *app_components(self._bundle)]
         command += map(str, [self.clients, self._at_once, together])
         output = self._folder / "output.log"
@@ -121,3 +123,9 @@ class _AppProcess:
                 time.sleep(0.05)
         reason = ended.read_text(encoding="utf-8") if ended.exists() else f"its process ended: {self.process.tail(1)}"
         return ("failed", reason) if reason else ("completed", "")
+
+
+def given_threads(environment: Mapping[str, str]) -> int:
+    """The first number of OMP_NUM_THREADS, which may be a list for levels of nested threads; 0 if there is none."""
+    first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0

@@ -160,3 +160,5 @@ def test_joiners_come_with_zero_to_a_mean():
     np.testing.assert_allclose(of_three, np.mean([[3.0, 1.0], [6.0, 0.0], [0.0, 0.0]], axis=0), rtol=1e-6)
     assert with_joiners(of_two, "ab", "b")[0]["w"] is of_two["w"]
     assert with_joiners({"w": np.zeros(2)}, "", "abcde")[0]["w"].tolist() == [0, 0]
+    alone = with_joiners({"w": np.array(1.5, np.float32)}, "a", "abc")[0]["w"]
+    assert isinstance(alone, np.ndarray) and alone == 0.5

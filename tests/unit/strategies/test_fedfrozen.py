@@ -328,6 +328,13 @@ def test_a_model_without_attention_is_refused_by_name():
         run(FedFrozen(warmup_rounds=1), make_split)
 
 
+def test_a_ridge_without_known_value_projections_is_refused_before_the_run():
+    blocks = find_blocks(make_split(), query_key=["*query*", "*key*"])
+    FedFrozen(warmup_rounds=1, model=blocks)
+    with pytest.raises(NoAttentionError, match=r"ridge is 0\.001, .* value_projection="):
+        FedFrozen(warmup_rounds=1, model=blocks, ridge=0.001)
+
+
 @pytest.mark.parametrize("option", [{"warmup_rounds": -2}, {"ridge": -0.1}, {"fraction_train": 0}, {"schedule": "x"}])
 def test_options_out_of_range_are_errors(option):
     with pytest.raises(ValueError, match="must be"):

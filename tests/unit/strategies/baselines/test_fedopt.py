@@ -8,7 +8,7 @@ import pytest
 
 from tepal.exchange.layout import Layout
 from tepal.exchange.plan import MODEL, Reply
-from tepal.strategies import FedAdagrad, FedAdam, FedYogi
+from tepal.strategies import FedAdagrad, FedAdam, FedAvgM, FedYogi
 from tepal.strategies.baselines.fedopt import (
     FedAdagradMethod,
     FedAdamMethod,
@@ -18,7 +18,7 @@ from tepal.strategies.baselines.fedopt import (
 )
 from tepal.strategies.method import Run, ServerModel
 from tepal.strategies.robust import mean_factory
-from tepal.strategies.rounds.checkpoint import from_json, to_json
+from tepal.strategies.rounds.checkpoint import Checkpoints, from_json, to_json
 from tests.unit.strategies.rounds.test_hostile_clients import run, values
 
 ETA, B1, B2, TAU = 0.3, 0.8, 0.95, 0.02
@@ -208,3 +208,15 @@ def reached(strategy, lie_in=0):
 @pytest.mark.parametrize("strategy", [FedAdagrad, FedAdam, FedYogi])
 def test_one_extreme_reply_does_not_slow_down_the_whole_run(strategy, number):
     assert reached(strategy, number) > 0.7 * reached(strategy)
+
+
+@pytest.mark.parametrize("strategy", [FedAvgM, FedAdagrad, FedYogi, FedAdam])
+def test_a_parameter_without_dimensions_is_trained_and_saved(strategy, tmp_path):
+    """As the temperature of CLIP."""
+    start = {"w": np.zeros((4, 8), np.float32), "temperature": np.array(0.5, np.float32)}
+    made = strategy(learning_rate=0.1, checkpoints=tmp_path)
+    arrays, history = run(made, None, rounds=3, start=start, clients_that_lie=())
+    assert len(history) == 3 and not any(report.refused + report.lost for report in history)
+    assert arrays["temperature"].shape == () and 0.5 < arrays["temperature"] < 1.5
+    state = Checkpoints(tmp_path).latest().state
+    assert {type(state.entries["temperature"]), type(state.first["temperature"])} == {np.ndarray}

@@ -43,7 +43,8 @@ def app_of(raises=lambda model: None, introduce=None, metrics=lambda k: {}):
         model = {name: array.numpy() for name, array in msg.content["arrays"].items()}
         raises(model)
         rng = np.random.default_rng([k, number])
-        made = {n: (a + 0.5 * (1 - a) + rng.normal(0, 0.01, a.shape)).astype(np.float32) for n, a in model.items()}
+        noise = {name: rng.normal(0, 0.01, array.shape) for name, array in model.items()}
+        made = {n: np.asarray(a + 0.5 * (1 - a) + noise[n], np.float32) for n, a in model.items()}
         figures = {"num-examples": 10, "accumulation": 5.0, "received-loss": 0.5, "test-examples": 4, **metrics(k)}
         record = ArrayRecord({name: Array(array) for name, array in made.items()})
         return Message(RecordDict({"arrays": record, "metrics": MetricRecord(figures)}), reply_to=msg)

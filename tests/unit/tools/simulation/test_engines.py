@@ -6,8 +6,9 @@ import pytest
 
 from tepal.host.superlink import RunError
 from tepal.tools.simulation import ray_engine
+from tepal.tools.simulation.engine import _free
 from tepal.tools.simulation.engines import engine_for
-from tepal.tools.simulation.process_engine import ProcessEngine
+from tepal.tools.simulation.process_engine import ProcessEngine, given_threads
 from tepal.tools.simulation.ray_engine import RayEngine
 
 
@@ -96,3 +97,18 @@ def test_ray_that_is_not_installed_is_named_before_anything_starts(app, monkeypa
     with pytest.raises(RunError, match=r"Ray is not installed.*pip install 'tepal\[ray\]'.*--engine process"):
         engine_for("ray", app(), clients=2).__enter__()
     engine_for("process", app(), clients=2).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [({}, 0), ("", 0), ("4", 4), ("4,2", 4), (" 3 , 1", 3), ("many", 0)], ids=str
+)
+def test_threads_are_the_first_number_that_openmp_is_given(given, threads):
+    assert given_threads({"OMP_NUM_THREADS": given} if isinstance(given, str) else {}) == threads
+
+
+def test_a_file_of_the_app_has_its_name_unless_that_is_taken(tmp_path):
+    assert _free(tmp_path / "flower.log") == tmp_path / "flower.log"
+    (tmp_path / "flower.log").touch()
+    assert _free(tmp_path / "flower.log") == tmp_path / "flower-2.log"
+    (tmp_path / "flower-2.log").mkdir()
+    assert _free(tmp_path / "flower.log") == tmp_path / "flower-3.log"
