@@ -37,5 +37,7 @@ def test_the_next_round_measures_what_it_measured_then(earlier, name):
     then, now = json.loads((earlier / name / "third.json").read_text()), figures_of(run, ROUNDS + 1)
     # The clients' caches have the digests of that version: whatever they are to have is sent once more.
     then["bytes_down"] = figures_of(run, 1)["bytes_down"]
+    if name == "fedensemble":  # that version recorded the scores of single modes as the ensemble's
+        then |= {key: None for key in then if key.startswith("received_")}
     for key, value in then.items():
         assert now[key] == (value if value is None else pytest.approx(value, rel=1e-5)), key
