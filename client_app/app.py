@@ -23,6 +23,7 @@ from tepal.client_app.state import load_record, record_of_model
 from tepal.exchange import PartialExchange
 from tepal.exchange.mod import Received, received
 from tepal.exchange.plan import ACCUMULATION, FINAL, PROXIMAL, SCORED_AS
+from tepal.host.flower.contents import records_of
 from tepal.host.imports import uncollected
 from tepal.training.data import check_partition
 from tepal.training.data.inputs import InputConfig, examples_of
@@ -74,7 +75,7 @@ def train_client(client: LocalClient, msg: Message, fit: Callable[[Work], Fitted
     """
     start.forget()
     model = client.model
-    load_record(model, msg.content.array_records["arrays"])
+    load_record(model, records_of(msg.content, ArrayRecord)["arrays"])
     plan, found = apply_plan(model, msg), received(msg)
     objective, work = objectives.find(found.plan.objective if found else ""), _work(client, found, plan.penalty)
     before = _scored(client, "received")
@@ -121,7 +122,7 @@ def train_client(client: LocalClient, msg: Message, fit: Callable[[Work], Fitted
 def probe(msg: Message, context: Context) -> Message:
     """Measure the scores by which the server chooses this client's layers, without training."""
     client = LocalClient.of(msg, context)
-    load_record(client.model, msg.content.array_records["arrays"])
+    load_record(client.model, records_of(msg.content, ArrayRecord)["arrays"])
     batches, size = client.batches.epoch(0), client.training.micro_batch_size
     with _turn(client):
         scores = probe_layers(client.model, msg, batches, loss=client.task.loss_of, micro_batch_size=size)
@@ -133,7 +134,7 @@ def probe(msg: Message, context: Context) -> Message:
 def evaluate(msg: Message, context: Context) -> Message:
     """Score the received model, an ensemble's mean prediction, or the personal model made of the received one."""
     client = LocalClient.of(msg, context)
-    records = list(msg.content.array_records.values())
+    records = list(records_of(msg.content, ArrayRecord).values())
     found = received(msg)
     options = found.plan.options if found else {}
     if (objective := objectives.find(found.plan.objective if found else "")).personal:

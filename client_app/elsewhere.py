@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -30,6 +30,7 @@ from tepal.exchange.manifest import ID, RECORD, Manifest, ProtocolError, Unknown
 from tepal.exchange.personal import PersonalState
 from tepal.exchange.plan import INTRODUCE
 from tepal.host.files import replacing
+from tepal.host.flower.contents import records_of
 from tepal.strategies.in_process import NodeConfig
 
 
@@ -112,7 +113,7 @@ def answered(
         return Lacking()
     before = personal.written() if personal else {}
     if message.has_content():
-        for record in message.content.config_records.values():
+        for record in records_of(message.content, ConfigRecord).values():
             record.update({key: there(value) for key, value in record.items() if isinstance(value, str)})
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1  # a Message outside a task needs them
     context = Context(1, asked.node_id, dict(asked.node_config), asked.state, dict(config))

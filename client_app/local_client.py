@@ -12,13 +12,14 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from torch import Tensor, nn
 
 from tepal import models
 from tepal.exchange.layout import Layout
 from tepal.exchange.mod import own_name, received
 from tepal.exchange.plan import LABEL_COUNTS, LAYER_BUDGET, RATE, RATE_FACTOR
+from tepal.host.flower.contents import records_of
 from tepal.models.blocks import layout_of
 from tepal.models.initial import PATTERNS, patterns_of
 from tepal.training.augmentation import Augmentation
@@ -59,7 +60,7 @@ class LocalClient:
         found = received(msg)
         # In an introduction the plan has no name yet.
         name = (found.plan.client if found else "") or own_name(context)
-        settings: dict[str, Any] = {**context.run_config, **msg.content.config_records.get("config", {})}
+        settings: dict[str, Any] = {**context.run_config, **records_of(msg.content, ConfigRecord).get("config", {})}
         if context.node_config.get("data-path") and not settings.get("class-names"):
             settings["class-names"] = settings.get(FOUND_NAMES, "")
         training = with_own_settings(settings, context.node_config, factor=float(settings.get(RATE_FACTOR, 1.0)))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
+from tepal.host.flower.contents import records_of
 from tepal.training.node_settings import CLIENT_SETTINGS, settings_of
 
 _PARTITION, _OWN_DATA = "partition-id", "data-path"
@@ -32,7 +33,7 @@ def simulated_node_config(msg: Message, context: Context, call_next: ClientAppCa
     config = context.node_config
     if _PARTITION not in config or _OWN_DATA in config:
         return call_next(msg, context)
-    sent: Any = msg.content.config_records.get("config", {}) if msg.has_content() else {}
+    sent: Any = records_of(msg.content, ConfigRecord).get("config", {}) if msg.has_content() else {}
     text = str(sent.get(CLIENT_SETTINGS, context.run_config.get(CLIENT_SETTINGS, "")))
     if not (own := settings_of(text, int(config[_PARTITION]))):
         return call_next(msg, context)

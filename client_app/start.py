@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message
 
 from tepal import models
 from tepal.client_app.local_client import LocalClient
@@ -15,6 +15,7 @@ from tepal.exchange.local import is_local
 from tepal.exchange.mod import received
 from tepal.exchange.modes import mode_of_tree, of_mode
 from tepal.exchange.plan import Tree
+from tepal.host.flower.contents import records_of
 from tepal.models.blocks import find_blocks
 from tepal.models.initial import patterns_of, seed_of_mode, sources_of
 from tepal.models.pretrained import load_pretrained
@@ -29,7 +30,7 @@ def initial_values(msg: Message, context: Context, tree: Tree) -> Arrays:
     The clients of a simulation make it once in each process, and keep it until `forget`.
     """
     client, found = LocalClient.of(msg, context), received(msg)
-    settings: dict[str, Any] = {**context.run_config, **msg.content.config_records.get("config", {})}
+    settings: dict[str, Any] = {**context.run_config, **records_of(msg.content, ConfigRecord).get("config", {})}
     mode = mode_of_tree(tree) if of_mode(tree) else 0
     if not is_local(msg):
         return _made(settings, client.sizes, mode)

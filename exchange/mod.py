@@ -40,6 +40,7 @@ from tepal.exchange.plan import INTRODUCE, TRAIN, Plan, Tree
 from tepal.exchange.records import record_of, values_of
 from tepal.exchange.secret import own_secret
 from tepal.exchange.upload import encoded
+from tepal.host.flower.contents import records_of
 from tepal.host.text import visible
 
 log = getLogger("flwr")
@@ -214,7 +215,7 @@ class _ClientExchange:
 
     def complete(self) -> dict[Tree, dict[str, np.ndarray]] | None:
         """Values of all needed entries, from the message and the cache; None if some are `missing`."""
-        arrays = self.msg.content.array_records.get(PARTS, ArrayRecord())
+        arrays = records_of(self.msg.content, ArrayRecord).get(PARTS, ArrayRecord())
         trees: dict[Tree, dict[str, np.ndarray]] = {}
         arrived: list[tuple[Parcel, dict[str, bytes], dict[str, np.ndarray]]] = []
         for number, parcel in enumerate(self.manifest.parcels):
@@ -271,7 +272,7 @@ class _ClientExchange:
             return self.answer(refused=str(refusal))
         except OSError as error:
             return self.answer(refused=f"its personal state could not be written to {self.cache.personal}: {error}")
-        for name in list(content.array_records):
+        for name in records_of(content, ArrayRecord):
             del content[name]
         if packed:
             content[PARTS] = ArrayRecord(packed)
@@ -291,7 +292,7 @@ class _ClientExchange:
         layout = self.manifest.layout
         is_model = tree == self.plan.model
         record = self.manifest.record if is_model else tree
-        records = content.array_records
+        records = records_of(content, ArrayRecord)
         if record not in records and not (is_model and len(records) == 1):
             raise _Refusal(f"the app's answer has no ArrayRecord {record!r}; it has {sorted(records) or 'none'}")
         raw = {name: values_of(array) for name, array in records.get(record, next(iter(records.values()))).items()}
@@ -347,7 +348,7 @@ class _ClientExchange:
             notes=(*self.layouts.notes, *self.cache.notes, *self.personal.notes),
             layout=self.stored,
             left_out=left_out,
-            metrics=tuple(carried.metric_records),
+            metrics=tuple(records_of(carried, MetricRecord)),
             secret=secret,
         )
         header = header.unchecked() if is_local(self.msg) else header.with_checksum(carried)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from logging import getLogger
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from tepal.exchange.bounds import BadReply, examples_of, metrics_of, notes_of, reply_bytes
 from tepal.exchange.encodings import (
@@ -37,6 +37,7 @@ from tepal.exchange.parts import Part, listed, pieces_of, unpacked
 from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, Outgoing, Reply, Tree
 from tepal.exchange.references import References
 from tepal.exchange.secret import proof_of
+from tepal.host.flower.contents import records_of
 from tepal.host.text import LONGEST_NAME, visible
 
 log = getLogger("flwr")
@@ -304,7 +305,7 @@ class Sender:
         if header.answers != exchange.id:
             raise BadReply("it answers another message, or the message to it was altered on its way")
         no_result = bool(header.missing or header.refused)
-        metrics, vectors, not_finite = metrics_of(content.metric_records, header.metrics)
+        metrics, vectors, not_finite = metrics_of(records_of(content, MetricRecord), header.metrics)
         starts = {} if no_result or not plan.returns else self._starts(exchange)
         parts = {} if no_result else self._parts(exchange, header, content, starts)
         squares, value_squares = self._squares(exchange.outgoing, parts, starts)

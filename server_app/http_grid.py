@@ -39,7 +39,8 @@ from tepal.host.flower.objects import ReleaseResponses, fetch, hash_chunks, push
 from tepal.host.flower.patches import LONGEST_PAUSE, SHORTEST_PAUSE, quick
 from tepal.host.flower.single import Written, reads_single, written
 
-_ARENAS = -8  # M_ARENA_MAX
+_ARENAS, _MMAP_THRESHOLD = -8, -3  # M_ARENA_MAX, M_MMAP_THRESHOLD
+_RETURNED = 1 << 20  # bytes from which freed memory is returned to the system at once
 _GIVE_BACK = 32_000_000  # bytes pulled between two calls that return freed memory to the system
 _FORGOTTEN = 60.0  # seconds after the last request for a reply, after which the SuperLink is no longer asked for it
 
@@ -69,7 +70,9 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
         """Time at which the last object of a reply arrived (`time.monotonic`)."""
         self._most_bytes: Callable[[], int] | None = None  # of a reply
         with contextlib.suppress(OSError, AttributeError):  # glibc would otherwise keep freed memory for each thread
-            ctypes.CDLL(None).mallopt(_ARENAS, 1)
+            allocator = ctypes.CDLL(None)
+            allocator.mallopt(_ARENAS, 1)
+            allocator.mallopt(_MMAP_THRESHOLD, _RETURNED)
 
     @property
     def _runtime_client(self) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import httpx
 import numpy as np
-from flwr.app import Array, Message
+from flwr.app import Array, ArrayRecord, Message
 from flwr.app.message.arraychunk import ArrayChunk
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.constant import FLWR_PRIVATE_MAX_CONCURRENT_OBJ_PUSHES, HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER
@@ -31,6 +31,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents
 
+from .contents import records_of
 from .single import Written, read_single
 
 _HUGE = 1 << 22  # bytes: larger arrays are put into huge pages
@@ -176,7 +177,7 @@ def new_bytes(size: int) -> tuple[bytes, memoryview]:
 
 def hash_chunks(message: Message) -> None:
     """Cut the message's arrays into chunks and hash them in two threads; Flower then uses these chunks."""
-    records = message.content.array_records.values() if message.has_content() else ()
+    records = records_of(message.content, ArrayRecord).values() if message.has_content() else ()
     for array in {id(array): array for record in records for array in record.values()}.values():
         if "_chunks" not in array.__dict__:
             views = _cut(array)
@@ -203,13 +204,16 @@ def _id_of(chunk: ArrayChunk) -> str:
 def tree_of(message: Written, object_id: str) -> tuple[ObjectTree, dict[str, InflatableObject | Written]]:
     """Return a message's tree, and the objects in it by id, children first."""
     objects: dict[str, InflatableObject | Written] = {}
+    return _enter(message, object_id, objects), objects
 
-    def walk(each: InflatableObject | Written, its_id: str) -> ObjectTree:
-        children = [walk(child, child_id) for child_id, child in (each.children or {}).items()]
-        objects[its_id] = each
-        return ObjectTree(object_id=its_id, children=children)
 
-    return walk(message, object_id), objects
+def _enter(
+    each: InflatableObject | Written, its_id: str, objects: dict[str, InflatableObject | Written]
+) -> ObjectTree:
+    # Not a function within `tree_of`: one that calls itself keeps the message until the garbage collector runs.
+    children = [_enter(child, child_id, objects) for child_id, child in (each.children or {}).items()]
+    objects[its_id] = each
+    return ObjectTree(object_id=its_id, children=children)
 
 
 def push(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from flwr.app.message import make_message
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.common.serde_utils import metadata_from_proto, metadata_to_proto
@@ -24,6 +24,8 @@ from flwr.supercore.inflatable.inflatable_object import (
     get_object_body,
     get_object_head_values_from_object_content,
 )
+
+from .contents import records_of
 
 LARGEST = 1 << 18
 """Bytes of a message's arrays, up to which it is sent as one object. Those of larger ones are uploaded once for all
@@ -83,4 +85,5 @@ def reads_single(content: bytes) -> bool:
 
 
 def _array_bytes(message: Message) -> int:
-    return sum(len(array.data) for record in message.content.array_records.values() for array in record.values())
+    records = records_of(message.content, ArrayRecord).values()
+    return sum(len(array.data) for record in records for array in record.values())

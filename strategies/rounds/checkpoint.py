@@ -220,30 +220,30 @@ def to_json(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
     Raises TypeError for a value that a state must not contain.
     """
-    known = {id(array): name for name, array in arrays.items()}
+    return _encoded(value, arrays, {id(array): name for name, array in arrays.items()})
 
-    def encode(value: Any) -> Any:
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        if type(value) in (np.ndarray, np.memmap):
-            if value.dtype.name not in _DTYPES:
-                raise TypeError(f"a method's state has an array of {value.dtype}, which no checkpoint can have")
-            name = known.setdefault(id(value), str(len(known)))
-            arrays[name] = value
-            return {"array": name}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type) and _can_come_back(type(value)):
-            fields = {item.name: encode(getattr(value, item.name)) for item in dataclasses.fields(value)}
-            return {"type": _name_of(type(value)), "fields": fields}
-        if type(value) is dict:
-            return {"dict": [[encode(key), encode(inner)] for key, inner in value.items()]}
-        if type(value) in (tuple, list):
-            return {type(value).__name__: [encode(inner) for inner in value]}
-        raise TypeError(
-            f"a method's state has a {type(value).__name__}, which cannot be saved in a checkpoint; a state may have "
-            "dataclasses defined in a module, dicts, lists, tuples, numbers, text, None and numpy arrays"
-        )
 
-    return encode(value)
+def _encoded(value: Any, arrays: dict[str, np.ndarray], known: dict[int, str]) -> Any:
+    # Not a function within `to_json`: one that calls itself keeps the arrays until the garbage collector runs.
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (np.ndarray, np.memmap):
+        if value.dtype.name not in _DTYPES:
+            raise TypeError(f"a method's state has an array of {value.dtype}, which no checkpoint can have")
+        name = known.setdefault(id(value), str(len(known)))
+        arrays[name] = value
+        return {"array": name}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _can_come_back(type(value)):
+        items = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        return {"type": _name_of(type(value)), "fields": {name: _encoded(items[name], arrays, known) for name in items}}
+    if type(value) is dict:
+        return {"dict": [[_encoded(each, arrays, known) for each in item] for item in value.items()]}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_encoded(inner, arrays, known) for inner in value]}
+    raise TypeError(
+        f"a method's state has a {type(value).__name__}, which cannot be saved in a checkpoint; a state may have "
+        "dataclasses defined in a module, dicts, lists, tuples, numbers, text, None and numpy arrays"
+    )
 
 
 def from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
