@@ -13,6 +13,7 @@ _IDLE = 10.0  # seconds after which an actor that has no job is ended, so that o
 _CHECKING = 60.0  # the same of one that was made ahead of its job: the command still checks its settings
 _ANSWER = 5.0  # seconds until an actor without a job must answer
 _ENDING = 10.0  # seconds until an actor has ended its job's process
+_STARTING = 1.0  # the same of one that may not have begun, and has no process yet
 
 
 class _Idle(NamedTuple):
@@ -114,12 +115,14 @@ class Actors:
 
 
 @signals_postponed()  # a second Ctrl-C would leave the files
-def end(actor: Any, *, stop: bool = True) -> None:
-    """End an actor, and with `stop` first its job's process and files."""
+def end(actor: Any, *, known: bool = True) -> None:
+    """End an actor, and first its job's process and files.
+
+    `known`: it has answered. One that has not may be waiting for a machine with room, or have made its folder just now.
+    """
     import ray
 
-    if stop:
-        with suppress(Exception):
-            ray.get(actor.stop.remote(), timeout=_ENDING)
+    with suppress(Exception):
+        ray.get(actor.stop.remote(), timeout=_ENDING if known else _STARTING)
     with suppress(Exception):
         ray.kill(actor)

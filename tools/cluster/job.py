@@ -164,7 +164,7 @@ class _Attempt:
         finally:
             may = ended_well and self._job.renewed and not self._repeated
             if not (may and actors.give(self._actor, ahead=self._job.ahead)):
-                end(self._actor, stop=bool(known or self._place.folder))
+                end(self._actor, known=bool(known or self._place.folder))
 
     def _new_actor(self) -> Any:
         import ray

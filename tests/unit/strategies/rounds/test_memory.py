@@ -79,9 +79,8 @@ def test_no_reply_is_in_memory_when_the_next_one_is_asked_for_and_no_message_aft
     spoil = None if way == "as they are" else lambda node, message, reply: reply
     grid = Watched([Node(app, {"partition-id": k}) for k in range(5)], spoil=spoil)
     left = []
-    strategy = FedAvg(
-        checkpoints=tmp_path if way == "with checkpoints" else None, on_round=lambda _: left.append(alive(grid.messages))
-    )
+    checkpoints = tmp_path if way == "with checkpoints" else None
+    strategy = FedAvg(checkpoints=checkpoints, on_round=lambda _: left.append(alive(grid.messages)))
     with without_collector():
         strategy.start(grid, arrays_of(), num_rounds=3, timeout=20)
     assert grid.most == 0

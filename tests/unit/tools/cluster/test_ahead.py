@@ -194,13 +194,14 @@ def test_a_machine_that_is_lost_is_replaced_and_told_to_the_job(ahead, cluster, 
     assert done(cluster, a_job("who"), lambda *_: None)[0] in started(tmp_path)
 
 
-def test_stopping_ends_what_is_being_made_ready(ahead, cluster, tmp_path, monkeypatch):
-    """As after a mistake in the run config."""
+@pytest.mark.parametrize("unanswered", ["place", "missing"])
+def test_stopping_ends_what_is_being_made_ready(ahead, cluster, tmp_path, monkeypatch, unanswered):
+    """As after a mistake in the run config, or Ctrl-C while an actor begins."""
     monkeypatch.setitem(job_module._Attempt._answers.__kwdefaults__, "repeat", 60.0)
-    ray = fake(monkeypatch, lambda actor, name, _: "lost after" if name == "missing" else None)
+    ray = fake(monkeypatch, lambda actor, name, _: "lost after" if name == unanswered else None)
     ahead.start(2)
     until = time.monotonic() + 20
-    while sum("missing" in actor.calls for actor in ray.actors) < 2 and time.monotonic() < until:
+    while sum(unanswered in actor.calls for actor in ray.actors) < 2 and time.monotonic() < until:
         time.sleep(0.01)
     cluster.stopped.set()
     ahead.join()
