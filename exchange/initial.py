@@ -34,24 +34,24 @@ class InitialParts:
     """
 
     def __init__(self) -> None:
-        self._parts: dict[str, tuple[Tree, str]] = {}  # id → tree, block
+        self._parts: dict[tuple[Tree, str], str] = {}  # tree, block → id: modes may begin with equal values
         self._found: set[str] | None = None  # ids that were found in this round; None before the first round
         self._useful: Collection[str] = ()
 
     def __contains__(self, id: object) -> bool:
-        return id in self._parts
+        return id in self._parts.values()
 
     def add(self, part: Part) -> None:
-        self._parts[part.id] = part.tree, part.block
+        self._parts[part.tree, part.block] = part.id
 
     def begin(self) -> None:
         """Begin a round."""
-        self._useful = [*self._parts] if self._found is None else self._found
+        self._useful = [*self._parts.values()] if self._found is None else self._found
         self._found = set()
 
     def found(self, id: str) -> None:
         """Enter that the server's present values are those of the part of this id, which a client has."""
-        if self._found is not None and id in self._parts:
+        if self._found is not None and id in self:
             self._found.add(id)
 
     def listed(self, blocks: Mapping[str, Names], has: Callable[[Tree, str, str], bool] | None) -> list[Part]:
@@ -64,18 +64,18 @@ class InitialParts:
         """
         return [
             Part(tree, block, blocks[block], known_id=id)
-            for id, (tree, block) in self._parts.items()
+            for (tree, block), id in self._parts.items()
             if (id in self._useful if has is None else has(tree, block, id)) and block in blocks
         ]
 
     def to_facts(self) -> dict[str, Any]:
         """What a checkpoint has of it."""
         useful = {} if self._found is None else {"useful": sorted(self._found)}
-        return {"parts": [[id, tree, block] for id, (tree, block) in self._parts.items()], **useful}
+        return {"parts": [[id, tree, block] for (tree, block), id in self._parts.items()], **useful}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore from a checkpoint's facts, which are empty in one of an earlier version."""
-        self._parts = {id: (tree, block) for id, tree, block in facts.get("parts", ())}
+        self._parts = {(tree, block): id for id, tree, block in facts.get("parts", ())}
         self._found = set(facts["useful"]) if "useful" in facts else None
 
 

@@ -45,17 +45,20 @@ def replacing(path: Path, *, durable: bool = False, overwrite: bool = True) -> I
             partial.unlink()
 
 
-def remove_abandoned(folder: Path, *others: str) -> None:
+def remove_abandoned(folder: Path, *others: str, after: float = _ABANDONED) -> None:
     """Remove the files that `replacing` left in this folder because its process was killed.
 
-    `others`: patterns of the names of more files that are being written.
+    Args:
+        folder: where it was writing.
+        others: patterns of the names of more files that are being written.
+        after: seconds without a change after which a file is removed.
     """
-    before = time.time() - _ABANDONED
+    before = time.time() - after
     with contextlib.suppress(OSError), os.scandir(folder) as entries:  # another process may be removing the folder
         for entry in entries:
             if any(fnmatch(entry.name, pattern) for pattern in (f"{_PARTIAL}*", *others)):
                 with contextlib.suppress(OSError):  # another process may have finished the file
-                    if entry.stat(follow_symlinks=False).st_mtime < before:
+                    if entry.stat(follow_symlinks=False).st_mtime <= before:
                         os.unlink(entry.path)
 
 

@@ -151,7 +151,8 @@ class Checkpoints:
 
     def versions(self) -> dict[int, Mapping[str, str]]:
         """Round → `current` of its checkpoint, of all whole ones, the oldest first."""
-        return {number: checkpoint.current for number, checkpoint in [*self._readable()][::-1]}
+        found = {number: checkpoint.current for number, checkpoint in self._readable()}  # each is as large as a state
+        return dict(reversed(found.items()))
 
     def standing(self, number: int) -> Mapping[str, Any]:
         """`standing` of a checkpoint, whose state is not read. Raises OSError and DamagedFile."""
@@ -179,7 +180,10 @@ class Checkpoints:
     def _write(self, checkpoint: Checkpoint) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for torn in self.folder.glob(f"{_BESIDE}*"):  # left by a server that was killed
-            shutil.rmtree(torn, ignore_errors=True)
+            if torn.is_dir():
+                shutil.rmtree(torn, ignore_errors=True)
+            else:  # a model beside the checkpoints
+                torn.unlink(missing_ok=True)
         beside = Path(tempfile.mkdtemp(dir=self.folder, prefix=_BESIDE))
         try:
             arrays: dict[str, np.ndarray] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from logging import getLogger
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,8 @@ from tepal.strategies.method import ModelBlocks, ServerModel
 
 if TYPE_CHECKING:
     from torch import nn
+
+log = getLogger("flwr")
 
 
 def blocks_of(model: nn.Module | ModelBlocks | None) -> ModelBlocks | None:
@@ -35,6 +38,7 @@ def server_model(initial_arrays: ArrayRecord, blocks: ModelBlocks | None) -> Ser
         models.append({name: array.numpy() for name, array in record.items()})
         for array in models[-1].values():
             array.flags.writeable = False
+        _warn_of(models[-1])
     name, layout = "the model", Layout.of_arrays(models[0])
     if blocks is not None:
         name, layout = blocks.model, blocks.layout
@@ -42,6 +46,15 @@ def server_model(initial_arrays: ArrayRecord, blocks: ModelBlocks | None) -> Ser
         if different := layout.difference(Layout.of_arrays(raw), mine="model", others="arrays"):
             raise ValueError(f"the initial arrays are not those of {name}: {different}")
     return ServerModel(name, layout, tuple(layout.split(raw) for raw in models), blocks)
+
+
+def _warn_of(model: Arrays) -> None:
+    for name, array in model.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            log.warning(
+                "The initial %r has values that are NaN or infinite. Replies with this entry are refused. If it is a "
+                "constant, such as a mask, register its buffer with persistent=False, so that it is not sent.", name
+            )  # fmt: skip
 
 
 def joined(models: Iterable[Arrays], layout: Layout) -> ArrayRecord:

@@ -92,6 +92,10 @@ class RejectedByMethod(BadReply):
         self.client = client
 
 
+def _accepted(plan: Plan, reply: Reply) -> None:
+    """Accept a reply."""
+
+
 class Messenger:
     """Sends plans and reads replies.
 
@@ -110,7 +114,7 @@ class Messenger:
         ledger: ClientLedger,
         *,
         weighted_by_key: str,
-        accept: Callable[[Plan, Reply], None] = lambda plan, reply: None,
+        accept: Callable[[Plan, Reply], None] = _accepted,
     ) -> None:
         self.grid = grid
         self.sender = sender
@@ -198,6 +202,7 @@ class Messenger:
     def close(self) -> None:
         """End the threads that pull replies."""
         self._inbox.close()
+        self.accept = _accepted  # it may be a function of the owner, which would so keep itself and a state
 
     def _send(
         self,

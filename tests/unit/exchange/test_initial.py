@@ -30,6 +30,19 @@ def test_a_resumed_run_lists_what_it_would_have_listed(rounds, found):
         assert [part.id for part in each.listed(BLOCKS, None)] == [part.id for part in found]
 
 
+def test_trees_that_begin_with_equal_values_are_all_listed():
+    """As the modes of an ensemble that begin with one file of weights: a client keeps each mode's part by itself."""
+    parts = [Part(f"mode/{mode}", "head", ("w",), (b"a" * 16,)) for mode in range(3)]
+    initial, resumed = InitialParts(), InitialParts()
+    for part in parts:
+        initial.add(part)
+    resumed.restore(initial.to_facts())
+    for each in (initial, resumed):
+        each.begin()
+        assert [(part.tree, part.id) for part in each.listed(BLOCKS, None)] == [(part.tree, part.id) for part in parts]
+        assert parts[0].id in each and "other" not in each
+
+
 def test_before_the_first_round_and_from_an_earlier_checkpoint_all_are_listed():
     facts = begun(0, []).to_facts()
     for resumed_from in (facts, {"parts": begun(3, []).to_facts()["parts"]}):

@@ -97,6 +97,14 @@ def test_what_a_killed_process_left_half_written_goes_when_it_is_old(tmp_path):
     assert files(tmp_path) == [".writing-new"]
 
 
+def test_what_a_killed_process_left_half_written_goes_with_the_references(tmp_path):
+    references = References(folder := tmp_path / "references", AMPLE)
+    enter(references, 1)
+    (folder / ".writing-0123").write_bytes(b"half")  # by a server that was resumed at once
+    references.remove()
+    assert not folder.exists()
+
+
 def test_a_folder_with_nothing_else_in_it_goes_with_the_references(tmp_path):
     folder = tmp_path / "references"
     for _ in range(2):  # the second time it does not exist

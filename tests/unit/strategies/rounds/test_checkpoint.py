@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import traceback
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -391,6 +392,29 @@ def test_a_new_process_reads_the_newest_bit_for_bit(tmp_path):
     assert_same(checkpoint_of(11), again.latest())
     assert again.rounds() == [10, 11]
     assert again.versions() == {10: {"site 1": "exchange-10"}, 11: {"site 1": "exchange-11"}}
+
+
+def test_one_checkpoint_at_a_time_is_in_memory_when_all_are_looked_at(tmp_path, monkeypatch):
+    for number in range(1, 6):
+        Checkpoints(tmp_path, keep=9).save(checkpoint_of(number))
+    read, alive, most = module._read, [], []
+
+    def counting(path):
+        most.append(sum(checkpoint() is not None for checkpoint in alive))
+        alive.append(weakref.ref(found := read(path)))
+        return found
+
+    monkeypatch.setattr(module, "_read", counting)
+    assert list(Checkpoints(tmp_path, keep=9).versions()) == [1, 2, 3, 4, 5]
+    assert max(most) == 1
+
+
+def test_what_a_killed_server_left_half_written_is_removed_by_the_next_checkpoint(tmp_path):
+    (tmp_path / ".writing-folder").mkdir()
+    (tmp_path / ".writing-folder" / STATE).write_bytes(b"half a checkpoint")
+    (tmp_path / ".writing-file").write_bytes(b"half a model beside the checkpoints")
+    Checkpoints(tmp_path, keep=2).save(checkpoint_of(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["round-000001"]
 
 
 def test_there_may_be_none(tmp_path):

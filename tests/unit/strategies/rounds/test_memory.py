@@ -87,6 +87,14 @@ def test_no_reply_is_in_memory_when_the_next_one_is_asked_for_and_no_message_aft
     assert left == [0] * 3
 
 
+def test_nothing_of_a_run_that_has_ended_is_in_memory(app):
+    with without_collector():
+        before = {id(each) for each in gc.get_objects()}
+        FedAvg().start(InProcessGrid([Node(app, {"partition-id": k}) for k in range(2)]), arrays_of(), num_rounds=2)
+        kinds = [type(each).__name__ for each in gc.get_objects() if id(each) not in before]
+    assert not {"RoundRunner", "Messenger", "Sender", "Past", "ModelState", "Reply"}.intersection(kinds)
+
+
 def test_records_are_found_by_their_kind():
     arrays, metrics = arrays_of(), MetricRecord({"a": 1})
     content = RecordDict({"one": arrays, "two": metrics})

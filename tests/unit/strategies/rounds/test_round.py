@@ -70,6 +70,15 @@ def mean_of(partitions, server_round):
     return sum(arrays["w"].astype(np.float64) * examples for arrays, examples in replies) / total
 
 
+def test_an_initial_value_that_no_reply_may_have_is_named_at_the_start(caplog):
+    model = {"w": START["w"], "count": np.triu(np.full((3, 3), -np.inf, np.float32), 1)}
+    initial = ArrayRecord({name: Array(array) for name, array in model.items()})
+    with pytest.raises(RoundFailed, match="'count' has values that are NaN or infinite"):
+        FedAvg().start(grid_of(2, numpy_app(answer=lambda *_: (model, 1))), initial, num_rounds=1)
+    (said,) = [line for line in caplog.messages if "initial" in line]
+    assert "'count'" in said and "persistent=False" in said
+
+
 def test_the_merge_is_flowers_own_on_the_same_replies():
     ours, _ = start(FedAvg(), grid_of(5), rounds=2)
     initial = ArrayRecord({"w": Array(START["w"]), "count": Array(START["count"])})
