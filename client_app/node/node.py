@@ -44,7 +44,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def run_node(settings: NodeSettings) -> None:
-    """Run a node until SIGTERM or SIGINT; the current message is then answered, if need be with an error.
+    """Run a node until SIGTERM, SIGINT or SIGHUP; the current message is then answered, if need be with an error.
 
     Raises:
         UnsupportedFlowerVersion: another version of Flower is installed.
@@ -80,13 +80,16 @@ class WarmNode:
         self._executor = Executor("", secret, folder, self._environment, settings)
 
     def run(self) -> None:
-        """Run until SIGTERM or SIGINT. Must be called in the main thread."""
+        """Run until SIGTERM, SIGINT or SIGHUP. Must be called in the main thread."""
         with serving(self.settings.metrics, lambda: node_families(self.status(), dict(self._stages))):
             self._run()
 
     def _run(self) -> None:
         services = Services(self.settings.control, self.settings.health, status=self.status, drain=self.drain)
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        stopping = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` leaves it
+            stopping.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in stopping}
         executor = threading.Thread(target=self._executor.run, name="executor")
         try:
             executor.start()
@@ -209,7 +212,8 @@ class WarmNode:
             time.sleep(0.02)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._hurry = self._stop.is_set()  # the second signal ends the waiting
+        # The second signal ends the waiting; of SIGHUP, the end of a terminal sends two.
+        self._hurry = self._hurry or (self._stop.is_set() and number != signal.SIGHUP)
         self._stop.set()
 
     def _options(self) -> list[str]:

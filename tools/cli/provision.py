@@ -97,7 +97,9 @@ def renew_command(
     host: Annotated[
         list[str] | None, typer.Option(help="with --server: new names and addresses; may be repeated")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, help="with --server: validity in days")] = 365,
+    days: Annotated[
+        int | None, typer.Option(min=1, help="with --server: validity in days", show_default="365")
+    ] = None,
     node_config: Annotated[list[str] | None, typer.Option(help="with --site: a new node config; '' for none")] = None,
 ) -> None:
     """Make a new server certificate of the same authority, or a new key for a site, whose present key is revoked.
@@ -111,11 +113,13 @@ def renew_command(
             raise ValueError("neither --server nor --site is given: name what to renew")
         if host and not server:
             raise ValueError("--host is for the server's certificate: give --server, too")
+        if days is not None and not server:
+            raise ValueError("--days is for the server's certificate: give --server, too")
         given = parse_node_config(node_config)
         if given is not None and not site:
             raise ValueError("--node-config is for a site: give --site, too")
         if server:
-            made = renew_server(folder, hosts=host or [], days=days)
+            made = renew_server(folder, hosts=host or [], days=days or 365)
             typer.echo(
                 f"{made.server.certificate}, {made.server.key}: new; the old pair is in *.old\n"
                 "Copy both to the server's machine, where they belong to the user that runs the server (in containers: "

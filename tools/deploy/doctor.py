@@ -270,7 +270,7 @@ def _memory(free: float, limit: float, found: str) -> Finding:
 
 
 def check_credentials(path: Path) -> Iterator[Finding]:
-    """Check the certificates' dates and names, and the modes of the keys, in a folder of `tepal provision`."""
+    """Check certificates and keys in a folder of `tepal provision`: dates, names, whether they fit, files' modes."""
     check = "credentials"
     try:
         server = find_server(path)
@@ -287,7 +287,8 @@ def check_credentials(path: Path) -> Iterator[Finding]:
         sites = sum(each.revoked is None for each in found.sites)
         yield Finding(check, OK, f"the server's certificate is valid for {days}; {sites} sites are authorised")
     private = [server.key, path / "ca" / "ca.key", *sorted((path / "sites").glob("*.tar.gz"))]
-    yield _modes("private keys", [file for file in private if file.exists()])
+    # Unlike Path.exists, without an error for a folder that is closed to this user: others cannot read the file either.
+    yield _modes("private keys", [file for file in private if os.path.exists(file)])
 
 
 def check_site(path: Path) -> Iterator[Finding]:

@@ -64,6 +64,9 @@ class Journal:
                     entries[key] = JournalEntry(**value)
         except FileNotFoundError:
             return cls(path)
+        except PermissionError as error:
+            user = f"this user (uid {os.geteuid()})"
+            raise ServerError(f"{path} cannot be read by {user}: use sudo, or the user that runs the server") from error
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ServerError(
                 f"{path} cannot be read: {error}. It records which runs were stopped and how often each was resumed; "

@@ -37,6 +37,9 @@ from tepal.tools.simulation.engine import Engine, RunRequest
 
 _START = 120.0  # seconds within which SuperLink and nodes must start
 _GRACE = 5.0  # seconds within which they must end
+# Variables of `tepal node`, with those that begin with TEPAL_NODE_.
+_OF_A_NODE = {"TEPAL_SITE", "TEPAL_SUPERLINK", "TEPAL_ROOT_CERTIFICATES", "TEPAL_INSECURE", "TEPAL_LOG_FORMAT"}
+_SPARE = "TEPAL_NODE_SPARE"  # of all nodes of a machine: how much of its memory they take
 
 
 class LoopbackEngine(Engine):
@@ -130,11 +133,11 @@ def deployment(
                 if result.problem:
                     raise ProcessError(f"{result.site} cannot be registered: {result.problem}")
         clock.stage(f"Starting {len(sites)} nodes ...")
-        nodes = []
+        nodes, of_nodes = [], _without_options(environment)
         for site, config in zip(sites, node_configs, strict=True):
             command = (_node if warm else _supernode)(made.unpacked(site), folder / f"{site}.sock", config)
             process = started(
-                command, log=folder / f"{site}.log", env=environment | {"TEPAL_CACHE": str(cache / site)},
+                command, log=folder / f"{site}.log", env=of_nodes | {"TEPAL_CACHE": str(cache / site)},
                 cwd=folder / "work", name=site, grace=_GRACE, folder=folder,
             )  # fmt: skip
             nodes.append(stack.enter_context(process))
@@ -165,6 +168,12 @@ def wait_for_node(process: Process, control: Path, timeout: float) -> None:
                 tail = process.tail()
                 raise TimeoutError(f"{process.name} is not connected after {timeout:.0f} s: {problem}\n{tail}")
             time.sleep(0.05)
+
+
+def _without_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the options of `tepal node`, which may be set for another node of this machine."""
+    options = {name for name in environment if name in _OF_A_NODE or name.startswith("TEPAL_NODE_")} - {_SPARE}
+    return {name: value for name, value in environment.items() if name not in options}
 
 
 def _node(site: Path, control: Path, node_config: Mapping[str, Value]) -> list[str]:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
     from tepal.tools.deploy.fleet import Fleet, KeyResult
     from tepal.tools.deploy.provision import ServerFolder
 
@@ -136,6 +138,8 @@ def _stamp(path: Path) -> tuple[str, int, int, int]:
 def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[str]:
     """Return warnings about certificates that expire soon. Raises ServerError for credentials that cannot be used.
 
+    A server.crt of another authority may have intermediate certificates after its own.
+
     `host`: the name or address by which this machine reaches its own control port.
     """
     from tepal.host.site import read_certificate
@@ -175,6 +179,8 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
                 f"{path} expires in {(end - now).days} days, on {end:%Y-%m-%d %H:%M} UTC. After that no node can "
                 f"connect. {remedy}; then restart this server"
             )
+    _check_key(server, certificate)
+    _check_issuer(server)
     covered = hosts_of(certificate)
     if host.strip("[]") not in covered:
         raise ServerError(
@@ -182,3 +188,59 @@ def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[st
             f"server reaches its own control port. {renew}, with --host for each name"
         )
     return warnings
+
+
+def _check_key(server: ServerFolder, certificate: Certificate) -> None:
+    """Raise ServerError unless server.key is the private key of this certificate."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    from tepal.tools.deploy.provision import closed
+
+    try:
+        key = load_pem_private_key(server.key.read_bytes(), None)
+        belongs = key.public_key() == certificate.public_key()
+    except PermissionError as error:
+        raise ServerError(str(closed(server.key))) from error
+    except TypeError:
+        raise ServerError(
+            f"{server.key} is encrypted, which the server cannot open: store it without a password"
+        ) from None
+    except (OSError, ValueError, UnsupportedAlgorithm):
+        raise ServerError(f"{server.key} is not a private key in PEM: copy it again") from None
+    if not belongs:
+        raise ServerError(
+            f"{server.key} does not belong to {server.certificate}: copy both from the same provisioning"
+        )
+
+
+def _check_issuer(server: ServerFolder) -> None:
+    """Raise ServerError unless ca.crt has issued server.crt, or one of the certificates there through which it was."""
+    from cryptography.x509 import InvalidVersion, load_pem_x509_certificates
+
+    found = []
+    for path in (server.certificate, server.root_certificates):
+        try:
+            found.append(load_pem_x509_certificates(path.read_bytes()))
+        except (ValueError, InvalidVersion):
+            raise ServerError(f"{path} has a certificate that cannot be read: copy it again") from None
+    chain, trusted = found[0], {*found[1]}
+    while more := {each for each in chain if each not in trusted and any(_issued(each, by) for by in trusted)}:
+        trusted |= more
+    if chain[0] not in trusted:
+        raise ServerError(
+            f"{server.certificate} was not issued by {server.root_certificates}, which the nodes trust: copy both from "
+            "the same provisioning; intermediate certificates belong into server.crt, after the server's own"
+        )
+
+
+def _issued(certificate: Certificate, by: Certificate) -> bool:
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+
+    try:
+        certificate.verify_directly_issued_by(by)
+    except InvalidSignature:
+        return False
+    except (TypeError, ValueError, UnsupportedAlgorithm):  # of another issuer, or signed in an unknown way
+        return certificate.issuer == by.subject
+    return True

@@ -42,8 +42,8 @@ def tailed(path: Path) -> Iterator[None]:
 def pass_on(path: Path, position: int, largest: int) -> int:
     """Write the complete lines of `path` after `position` to stdout, without routine ones; return their end.
 
-    A file of more than `largest` bytes is copied to `path`.1 and truncated. The SuperLink keeps appending to the same
-    file, so lines that it writes between these two steps may be lost.
+    A file of more than `largest` bytes is copied to `path`.1 and truncated, on a full disk without the copy. The
+    SuperLink keeps appending to the same file, so lines that it writes between these two steps may be lost.
     """
     with path.open("rb") as file:
         file.seek(position)
@@ -55,7 +55,8 @@ def pass_on(path: Path, position: int, largest: int) -> int:
         sys.stdout.flush()
     position += len(whole) + len(newline)
     if position > largest:
-        shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+        with contextlib.suppress(OSError):
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
         os.truncate(path, 0)
         position = 0
     return position

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import AnySource
+from tepal.training.data.formats.columns import check_columns, with_every_column
 from tepal.training.data.formats.named import PLAIN, Tables
-from tepal.training.data.formats.tables import Rows, check_columns, source_of, with_every_column
+from tepal.training.data.formats.tables import Rows, source_of
 
 HUB = "hub:"
 """Prefix of a dataset of the hub in the run config."""

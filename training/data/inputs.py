@@ -108,7 +108,16 @@ class ClientInputs:
 
 
 def sizes(config: InputConfig) -> dict[str, Any]:
-    """Return the arguments of `models.build` that the data determines. Raises DataError if it cannot."""
+    """Return the arguments of `models.build` that the data determines.
+
+    Raises DataError if it cannot, or for a class name that cannot be sent to clients and written to model files.
+    """
+    found = _sizes(config)
+    written_names(config)
+    return found
+
+
+def _sizes(config: InputConfig) -> dict[str, Any]:
     if config.kind == SEQUENCES:
         return vars(number_info(config))
     if config.kind == TABLES:
@@ -138,9 +147,17 @@ FOUND_NAMES = "class-names-found"
 
 
 def written_names(config: InputConfig) -> dict[str, str]:
-    """Return the class names for a model file's metadata; an empty dict if there are none. Raises DataError."""
+    """Return the class names for a model file's metadata; an empty dict if there are none.
+
+    Raises DataError, also for a name with a comma.
+    """
     names = class_names(config, examples_of(config)) if config.kind in (IMAGES, TABLES, TEXTS) else ()
-    return {"class-names": ",".join(names)} if names and not any("," in name for name in names) else {}
+    if wrong := [name for name in names if "," in name]:
+        raise DataError(
+            f"dataset={config.dataset!r}: class name {wrong[0]!r} has a comma, which separates names in class-names: "
+            "rename it"
+        )
+    return {"class-names": ",".join(names)} if names else {}
 
 
 def settled(config: InputConfig) -> dict[str, str]:

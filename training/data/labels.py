@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -73,7 +74,7 @@ def _name_in(value: Any, row: int, reading: Reading, where: str) -> str:
     """
     column = f"column {reading.label_column}"
     name = name_of(str(value).strip())
-    if value is None or value == "":
+    if value is None or not name or (isinstance(value, float) and math.isnan(value)):  # as parquet has a missing one
         raise DataError(f"{where}: row {row + 1} has no label ({column}): add it or remove the row")
     number = None if name in reading.class_names or _is_decimal(name) else _number(name)
     if number is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,12 @@ from tepal.training.data.partitions import divide
 from tepal.training.data.sources import named_source, path_source, reading_for, stamp
 from tepal.training.data.splits import shares, split
 
+log = getLogger("flwr")
+
 _IMAGES: Any = ImageArrays  # the default kind of examples
+
+_first_counts: dict[tuple[str, str, DataConfig], int] = {}
+"""(path, client, settings) → examples of its own when this process first divided them; -1: said that they changed."""
 
 
 def dataset_info(config: DataConfig) -> DatasetInfo:
@@ -307,13 +313,28 @@ def _client_source(
             indices = np.arange(len(own.train))
             if own.test is not None:
                 return own, indices, None, own.origin
-            return own, *_split(indices, config, client, own.origin), own.origin
+            train, test = _split(indices, config, client, own.origin)
+            _remark_another_split((str(path), client, config), len(indices), own.origin)
+            return own, train, test, own.origin
         except DataError as error:
             raise DataError(f"client {client}: {error}") from error
     partition, partitions = _partition_of(config, node_config)
     named = named_source(config, kind, stamped)
     origin = f"{named.origin}, partition {partition} of {partitions}"
     return named, *_split(divide(named, config, partitions)[partition], config, client, origin), origin
+
+
+def _remark_another_split(key: tuple[str, str, DataConfig], count: int, origin: str) -> None:
+    """Warn once if a client has another number of examples of its own than before: its split is another one."""
+    before = _first_counts.setdefault(key, count)
+    if before not in (count, -1):
+        _first_counts[key] = -1
+        log.warning(
+            "Client %s: %s has %d examples, and had %d before, so that its test examples are drawn anew: some of the "
+            "earlier ones are now trained on. Where data grows, give a test set (folders train and test, or "
+            "split-column).",
+            key[1], origin, count, before,
+        )  # fmt: skip
 
 
 def _split(indices: Indices, config: DataConfig, client: str, origin: str) -> tuple[Indices, Indices]:

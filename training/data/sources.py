@@ -169,6 +169,7 @@ class _LastRead:
         kept = self._kept
         if kept and kept[0] == stamped:
             return kept[1]
+        self._kept = kept = None  # both at once may be too much for the memory
         source = _read_path(self._path, self._reading)
         if stamp(self._path) != stamped:
             raise _Changed(self._path, source)

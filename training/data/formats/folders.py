@@ -16,6 +16,7 @@ log = getLogger("flwr")
 Entry = tuple[Path, str, str]
 """A file, its class, and its group ("" for none)."""
 
+_LONG = {"training": "train", "testing": "test"}
 _VALIDATION = {"val", "valid", "validation"}
 
 
@@ -27,13 +28,13 @@ def class_folders(root: Path) -> list[Path]:
 def read_folder(root: Path, reading: Reading) -> Source[ImageArrays]:
     """Read images by class, or by group and class. Groups "train" and "test" are a training and a test set.
 
-    Upper and lower case are the same in these two, and a validation set beside "train" is training data. A label is the
-    position of the class among `class-names`, else among the sorted names of the class folders, as numbers if all are
-    whole numbers; an empty class folder counts.
+    They may be called "training" and "testing". Upper and lower case are the same in these, and a validation set beside
+    "train" is training data. A label is the position of the class among `class-names`, else among the sorted names of
+    the class folders, as numbers if all are whole numbers; an empty class folder counts.
 
     Raises:
-        DataError: there are no images, too many cannot be read, or the classes are not the run's; or there are other
-            groups beside "train" and "test".
+        DataError: there are no images, they are at several depths, too many cannot be read, or the classes are not the
+            run's; or there are other groups beside "train" and "test".
     """
     names, entries = _entries(root)
     numbers = numbers_of(names, reading, f"{root}", "class folders")
@@ -48,7 +49,10 @@ def read_folder(root: Path, reading: Reading) -> Source[ImageArrays]:
 
 def _parts(entries: list[Entry], root: Path) -> dict[str, list[Entry]]:
     """Return {"train": …}, with "test" if there is one, or {"": all} if the groups are no sets. Raises DataError."""
-    groups = {group.lower(): group for _, _, group in entries}
+    names = {group: group.lower() for _, _, group in entries}
+    short = {group: _LONG[name] for group, name in names.items() if name in _LONG}
+    names |= {group: name for group, name in short.items() if name not in names.values()}
+    groups = {name: group for group, name in names.items()}
     others = sorted(groups.keys() - {"train", "test"} - _VALIDATION)
     if "train" not in groups or (others and "test" not in groups) or len(groups) == 1:
         return {"": entries}
@@ -64,7 +68,7 @@ def _parts(entries: list[Entry], root: Path) -> dict[str, list[Entry]]:
         )  # fmt: skip
     parts: dict[str, list[Entry]] = {"train": []}
     for entry in entries:
-        parts.setdefault("test" if entry[2].lower() == "test" else "train", []).append(entry)
+        parts.setdefault("test" if names[entry[2]] == "test" else "train", []).append(entry)
     return parts
 
 
@@ -78,12 +82,24 @@ def _entries(root: Path) -> tuple[list[str], list[Entry]]:
     if not folders:
         raise DataError(f"{root}: no class folder; {expected}")
     if entries := [(file, name_of(folder.name), "") for folder in folders for file in _images(folder)]:
+        _check_depth(root, entries[0][0], folders)
         return [*{name_of(folder.name) for folder in folders}], entries
     inner = [(group.name, folder) for group in folders for folder in class_folders(group)]
     entries = [(file, name_of(folder.name), group) for group, folder in inner for file in _images(folder)]
     if not entries:
         raise DataError(f"{root}: no image in its class folders ({len(folders)}); {expected}")
+    _check_depth(root, entries[0][0], [folder for _, folder in inner])
     return [*{name_of(folder.name) for _, folder in inner}], entries
+
+
+def _check_depth(root: Path, image: Path, folders: list[Path]) -> None:
+    """Raise DataError if folders in some class folders have images, which would be left out beside `image`."""
+    for folder in folders:
+        if deeper := next((file for inner in class_folders(folder) for file in _images(inner)), None):
+            raise DataError(
+                f"{root}: the image {deeper.relative_to(root)} is at another depth than {image.relative_to(root)}, but "
+                "all must be at the same depth, or else it would be left out: move it, or the other one"
+            )
 
 
 def _images(folder: Path) -> list[Path]:

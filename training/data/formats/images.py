@@ -32,6 +32,8 @@ class _Unreachable(DataError):
 def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDArray[np.uint8]:
     """Read an image as (C, H, W), uint8, converted to `shape`, or else with 1 channel if it is grey and 3 if not.
 
+    It is turned upright by its EXIF orientation, with which cameras say how they were held.
+
     Raises DataError if it is missing, cannot be read, or is not an image of 8 bits per channel; the message begins with
     `name`, by default the file's.
     """
@@ -48,6 +50,7 @@ def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDA
                     "images to 8 bits, or save them as floats 0..1 in a .npz file"
                 )
             channels = shape[0] if shape else 1 if image.mode in ("1", "L", "LA", "La") else 3
+            _turn_upright(image)
             pixels = image.convert("L" if channels == 1 else "RGB")
             if shape:
                 pixels = pixels.resize((shape[2], shape[1]), Image.Resampling.BILINEAR)
@@ -63,10 +66,25 @@ def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDA
         raise DataError(f"{name}: not a readable image ({error}): remove or replace it") from error
 
 
+def _turn_upright(image: Any) -> None:
+    """Turn a Pillow image in its place by its EXIF orientation. Damaged tags are no reason to leave it out."""
+    from PIL import ImageOps
+
+    image.load()  # raises what is wrong with the pixels
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # of many types: tags cannot be read, or, after it was turned, not be written again
+        pass
+
+
 def read_images(
     items: Sequence[T], read: Callable[[T], NDArray[np.uint8]], where: str, shape: Shape | None, unreadable: float
 ) -> tuple[NDArray[np.uint8], list[int]]:
     """Read each item; returns the images (n, C, H, W), and the positions of those that could be read.
+
+    With a shape, each image is kept at its place in the result only: twice the memory would be too much for many.
 
     Args:
         items: at least one item.
@@ -86,12 +104,17 @@ def read_images(
             "arrays in a .npz file"
         )
     allowed = max(1, int(unreadable * len(items))) if unreadable else 0
-    images: list[NDArray[np.uint8]] = []
+    whole = None if shape is None else np.empty((len(items), *shape), np.uint8)
+    images: list[NDArray[np.uint8]] = []  # without a shape
     positions: list[int] = []
     failures: list[str] = []
     for position, item in enumerate(items):
         try:
-            images.append(read(item))
+            image = read(item)
+            if whole is None:
+                images.append(image)
+            else:
+                whole[len(positions)] = image
             positions.append(position)
         except _Unreachable as error:
             raise _Unreachable(f"{where}: {error}") from error
@@ -99,14 +122,16 @@ def read_images(
             failures.append(str(error))
             if len(failures) > max(allowed, _NAMED):
                 break  # enough for the error below
-    if len(failures) > allowed or not images:
-        at_least = "at least " if len(images) + len(failures) < len(items) else ""
+    if len(failures) > allowed or not positions:
+        at_least = "at least " if len(positions) + len(failures) < len(items) else ""
         raise DataError(
             f"{where}: {at_least}{len(failures)} of {len(items):,} images cannot be read, and {allowed} may be left "
             f"out (unreadable-images={unreadable:g}): {'; '.join(failures[:_NAMED])}"
         )
     for failure in failures:
         log.warning("Image left out: %s", failure)
+    if whole is not None:
+        return whole[: len(positions)], positions
     for position, image in zip(positions, images, strict=True):
         if image.shape[1:] != images[0].shape[1:]:
             raise DataError(

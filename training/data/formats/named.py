@@ -15,6 +15,7 @@ from tepal.host.toml import separated
 from tepal.training.data.config import COLUMNS, DataError, Reading
 from tepal.training.data.examples import AnySource, Texts
 from tepal.training.data.formats.choices import choices_of
+from tepal.training.data.formats.columns import needed_columns
 from tepal.training.data.formats.files import opened_text, suffix_of, without_copies
 from tepal.training.data.formats.tables import (
     Column,
@@ -22,7 +23,6 @@ from tepal.training.data.formats.tables import (
     by_split,
     check_texts,
     columns_in,
-    needed_columns,
     read_columns,
     source_of,
 )

@@ -2,7 +2,8 @@
 
 Images are encoded bytes (as in the parquet files of dataset hubs, also as {"bytes": …, "path": …}), or paths relative
 to the table's folder. A table's test set are the rows with "test" in `split-column`; or the table is a folder with
-files train*.<suffix> and test*.<suffix>, all in one format.
+files train*.<suffix> and test*.<suffix>, all in one format. Without test*.<suffix>, `split-column` applies to a folder,
+too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -24,6 +24,7 @@ from tepal.training.data.checks import Arrays, checked_source
 from tepal.training.data.config import EVERY, DataError, Reading
 from tepal.training.data.examples import AnySource, ImageArrays, LabelledNumbers, Numbers, Source, Texts
 from tepal.training.data.formats.choices import choices_of
+from tepal.training.data.formats.columns import check_columns, needed_columns, with_every_column
 from tepal.training.data.formats.files import opened_text, suffix_of, without_copies
 from tepal.training.data.formats.images import read_image, read_images
 from tepal.training.data.formats.numbers import checked_labelled, checked_numbers, numbers_in
@@ -81,37 +82,6 @@ def read_tables(path: Path, reading: Reading) -> AnySource:
     return source_of(read_parts(path, reading), str(path), path if path.is_dir() else path.parent, reading)
 
 
-def with_every_column(reading: Reading, present: Sequence[str], origin: str) -> Reading:
-    """Return the settings with `feature-columns`="*" replaced by columns of a table; others are unchanged.
-
-    These are the columns with a name that have no other use. (A column without a name is the index that pandas writes,
-    or a comma at the end of each line.) Raises DataError if there are none, or one has a comma in its name.
-    """
-    if reading.feature_columns != EVERY:
-        return reading
-    used = {*separated(reading.label_column), *separated(reading.group_column), reading.split_column, ""}
-    columns = [name for name in dict.fromkeys(present) if name.strip() not in used]
-    if not columns:
-        raise DataError(f'{origin}: feature-columns="{EVERY}", but it has no other column than {", ".join(present)}')
-    if wrong := [name for name in columns if "," in name or name != name.strip()]:
-        raise DataError(
-            f'{origin}: feature-columns="{EVERY}", and column {wrong[0]!r} has a comma or a space at an end of its '
-            "name: rename it, or name the columns in feature-columns"
-        )
-    return replace(reading, feature_columns=",".join(columns))
-
-
-def needed_columns(reading: Reading) -> list[str]:
-    """Return the columns to read from a table; the first one has examples. Raises DataError."""
-    if reading.numbers:
-        examples = [*_columns_of_numbers(reading)]
-    else:
-        texts = [reading.text_column, reading.second_text_column, *separated(reading.choices_column)]
-        examples = [*(texts if reading.text_column else [reading.image_column]), reading.label_column]
-    asked = [*examples, *separated(reading.group_column), reading.split_column]
-    return list(dict.fromkeys(filter(None, asked)))
-
-
 def source_of(tables: Mapping[str, Rows], origin: str, folder: Path, reading: Reading) -> AnySource:
     """Return the source for the rows of one part ("") or two ("train", "test").
 
@@ -145,28 +115,6 @@ TEXT_AS_TARGET = (
     '"ft-transformer"'
 )
 """What to do about text in a column of targets."""
-
-
-def _columns_of_numbers(reading: Reading) -> tuple[str, ...]:
-    """Return the columns of inputs and targets. Raises DataError if the run config does not name them."""
-    for key, columns in (("feature-columns", reading.feature_columns), ("label-column", reading.label_column)):
-        if not columns:
-            raise DataError(
-                f"{key} is empty, and a model for numbers needs it to read a table: set it (feature-columns names the "
-                f'inputs, separated by commas, or is "{EVERY}" for all other columns; label-column names the column of '
-                "the classes, or in a regression of the targets)"
-            )
-    if reading.labelled and len(separated(reading.label_column)) > 1:
-        raise DataError(
-            f"label-column={reading.label_column!r} names several columns, and a classification has one: name the "
-            "column of the classes"
-        )
-    if both := sorted({*separated(reading.feature_columns)} & {*separated(reading.label_column)}):
-        raise DataError(
-            f"column {both[0]} is in feature-columns and in label-column: remove the "
-            f"{'class' if reading.labelled else 'target'} from the inputs"
-        )
-    return *separated(reading.feature_columns), *separated(reading.label_column)
 
 
 def _images(tables: Mapping[str, Rows], origin: str, folder: Path, reading: Reading) -> Source[ImageArrays]:
@@ -267,7 +215,9 @@ def read_parts(path: Path, reading: Reading) -> dict[str, Rows]:
     for file in sorted(_files(path), key=_part_of, reverse=True):  # train, then test
         for name, values in read_columns(file, columns).items():
             tables.setdefault(_part_of(file), {}).setdefault(name, []).extend(values)
-    return dict(tables) if len(tables) > 1 else {"": tables["train"]}
+    if len(tables) > 1:
+        return dict(tables)
+    return by_split(tables["train"], path, reading.split_column) if reading.split_column else {"": tables["train"]}
 
 
 def by_split(table: Rows, path: Path, column: str) -> dict[str, Rows]:
@@ -365,19 +315,6 @@ def _parquet(file: Path, columns: Sequence[str]) -> dict[str, Column]:
             f"{file}: not a readable parquet file ({error}): it is truncated or damaged, copy it again"
         ) from error
     return {name: table[name].to_pylist() for name in columns}
-
-
-def check_columns(where: object, columns: Sequence[str], present: Sequence[str] | Mapping[str, Any]) -> None:
-    """Raise DataError if columns are missing from `present`."""
-    if missing := [name for name in columns if name not in present]:
-        numbers = '. Numbers need a model for numbers, such as model="mlp", and feature-columns'
-        listed = ", ".join(map(str, present)) or "none"
-        raise DataError(
-            f"{where}: has no column {' and no column '.join(missing)}; it has {listed}: "
-            "set the right names in the run config (image-column, text-column, second-text-column, choices-column, "
-            "feature-columns, label-column, group-column, split-column)"
-            + (numbers if "image" in missing else "")
-        )
 
 
 def columns_in(file: Path) -> list[str]:

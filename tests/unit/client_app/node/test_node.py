@@ -1,13 +1,16 @@
-"""The node's own folder."""
+"""The node's own folder, and the signals that stop it."""
 
 import fcntl
+import signal
 import tempfile
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tepal.client_app.node import node as module
-from tepal.client_app.node.node import _folder, run_node
+from tepal.client_app.node.node import WarmNode, _folder, run_node
 from tepal.client_app.node.settings import NodeSettings
 from tepal.host.flower.patches import UnsupportedFlowerVersion
 
@@ -42,3 +45,61 @@ def test_a_node_begins_nothing_with_another_version_of_flower(monkeypatch):
     monkeypatch.setattr(module, "_folder", None)  # is not reached
     with pytest.raises(UnsupportedFlowerVersion):
         run_node(NodeSettings(superlink="127.0.0.1:1", insecure=True))
+
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.fixture
+def _signals_as_before():
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """A node without processes."""
+
+    class Executor:
+        task = None
+
+        def __init__(self, *_):
+            self.end = threading.Event()
+
+        def run(self):
+            self.end.wait(60)
+
+        def stop(self, now=False):
+            self.end.set()
+
+    services = SimpleNamespace(serving=lambda healthy: None, stop=lambda: None)
+    monkeypatch.setattr(module, "Executor", Executor)
+    monkeypatch.setattr(module, "Services", lambda *_, **__: services)
+    return WarmNode(NodeSettings(superlink="127.0.0.1:1", insecure=True), tmp_path)
+
+
+@pytest.mark.usefixtures("_signals_as_before")
+@pytest.mark.parametrize("hang_up", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_node_stops_on_signals_but_under_nohup_not_at_the_end_of_the_terminal(node, monkeypatch, hang_up):
+    signal.signal(signal.SIGHUP, hang_up)
+    found = []
+
+    def running():
+        found.append({number: signal.getsignal(number) for number in STOPPING})
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(node, "_keep_supernode", running)
+    node.run()
+    stop = node._on_signal
+    of_hang_up = hang_up if hang_up is signal.SIG_IGN else stop
+    assert found == [{signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: of_hang_up}]
+    assert signal.getsignal(signal.SIGHUP) is hang_up, "afterwards as before"
+
+
+def test_a_second_signal_ends_the_waiting_for_the_message_unless_it_is_of_the_same_terminal(node):
+    hang_up, end = signal.SIGHUP, signal.SIGTERM
+    for number, hurry in ((hang_up, False), (hang_up, False), (end, True), (hang_up, True)):
+        node._on_signal(number, None)
+        assert node._stop.is_set() and node._hurry == hurry

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,13 @@ from pathlib import Path
 import click
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner
 
+from tepal.client_app.node import node as parent
 from tepal.tools.cli import main as module
 from tepal.tools.cli.main import COMMANDS, main
+from tepal.tools.deploy.supervisor import Supervisor
 from tests.packages import ROOT
 
 # A process of its own; what it prints last are the modules that it has imported.
@@ -84,3 +88,25 @@ def test_help_lists_all_commands_with_their_lines():
 def test_a_command_that_is_not_known_is_refused_with_the_nearest():
     refused = CliRunner().invoke(main, ["simulat"])
     assert refused.exit_code == 2 and refused.output.count("Did you mean 'simulate'?") == 1
+
+
+@pytest.mark.parametrize(("command", "service"), [("server", "server"), ("node", "client")])
+def test_compose_passes_on_the_variables_of_logs_and_metrics_which_change_nothing_while_they_are_empty(
+    command, service, monkeypatch
+):
+    options = typer.main.get_command(main).commands[command].params
+    names = {option.envvar for option in options if re.search("METRICS|LOG_FORMAT", option.envvar or "")}
+    names |= {name.removesuffix("_FILE") for name in names}  # the token itself
+    assert len(names) == 7
+    composed = yaml.safe_load((ROOT / "docker/common.yml").read_text())["services"][service]["environment"]
+    assert {name: composed.get(name) for name in names} == {name: f"${{{name}:-}}" for name in names}
+
+    settings = []
+    monkeypatch.setattr(parent, "run_node", settings.append)
+    monkeypatch.setattr(Supervisor, "run", lambda self: settings.append(self.settings))
+    monkeypatch.setattr("tepal.tools.cli.server._stop_on_signals", lambda: None)
+    monkeypatch.setattr("tepal.tools.cli.server._log_to_stdout", lambda: None)
+    for value in ("", None):
+        done = CliRunner().invoke(main, [command, "--insecure"], env=dict.fromkeys(names, value))
+        assert done.exit_code == 0, done.output
+    assert settings[0] == settings[1] and settings[0].metrics.address == ""

@@ -164,6 +164,13 @@ def test_a_private_key_that_others_can_read_is_named_with_the_command_that_mends
     assert modes.state == PROBLEM and modes.remedy == f"chmod 600 {fleet.folder / file}"
 
 
+def test_a_key_of_another_certificate_is_found(fleet, tmp_path):
+    shutil.copy(make(tmp_path / "other", hosts=["localhost"], sites=["north"]).server.key, fleet.server.key)
+    [found] = doctor.check_credentials(fleet.folder)
+    assert found.state == PROBLEM and found.found == f"{fleet.server.key} does not belong to {fleet.server.certificate}"
+    assert found.remedy == "copy both from the same provisioning"
+
+
 def test_certificates_that_end_soon_or_have_ended_are_found(fleet, monkeypatch):
     class Later(datetime.datetime):
         days = 0
@@ -336,6 +343,13 @@ def closed_to_us(monkeypatch):
         monkeypatch.setattr(os, "stat", refuse)
 
     return close
+
+
+def test_a_private_key_in_a_folder_that_is_closed_to_this_user_is_passed_over(fleet, closed_to_us):
+    fleet.server.key.chmod(0o640)
+    closed_to_us(fleet.folder / "ca")
+    *_, modes = doctor.check_credentials(fleet.folder)
+    assert modes.state == PROBLEM and modes.remedy == f"chmod 600 {fleet.server.key}"
 
 
 def test_a_site_that_is_closed_to_this_user_is_a_problem(fleet, tmp_path, closed_to_us):

@@ -267,6 +267,7 @@ def test_ports_folders_limits_and_settings_are_those_of_the_images_and_compose_f
         assert float(limits["cpu"]) == float(default(COMPOSE[part]["cpus"]))
         settings_ = named(objects, "ConfigMap", container["envFrom"][0]["configMapRef"]["name"])["data"]
         composed = {key: default(value) for key, value in COMPOSE[part]["environment"].items()}
+        composed = {key: value for key, value in composed.items() if value}  # an empty one is as one that is not set
         if data := composed.pop("TEPAL_NODE_DATA", ""):  # the manifests set a data-path instead
             composed["TEPAL_NODE_CONFIG"] = f'data-path="{data}"'
         assert composed.items() <= settings_.items()

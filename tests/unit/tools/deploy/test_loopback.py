@@ -1,9 +1,16 @@
 """What a loopback deployment tells its nodes; tests/integration/test_loopback.py runs whole deployments."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 from flwr.common.config import parse_config_args
+from typer.main import get_command
 
+from tepal.host.superlink import Clock
 from tepal.host.toml import parse_run_config
+from tepal.tools.cli.node import app
+from tepal.tools.deploy import loopback
 from tepal.tools.deploy.loopback import _node, _supernode
 from tepal.tools.deploy.provision import make
 
@@ -40,3 +47,30 @@ def test_a_node_gets_every_value_of_its_config_as_it_is(tmp_path, site, command,
     for found in (parse_config_args([given]), parse_run_config([given])):
         assert found == expected
         assert {key: type(value) for key, value in found.items()} == {k: type(v) for k, v in expected.items()}
+
+
+def test_a_node_does_not_follow_the_variables_of_another_on_this_machine(tmp_path, monkeypatch):
+    options = {option.envvar for option in get_command(app).params if option.envvar}
+    options |= {"TEPAL_NODE_CONFIG", "TEPAL_NODE_DATA", "TEPAL_NODE_METRICS_TOKEN"}  # not read by typer
+    assert len(options) > 20
+    for name in options:
+        monkeypatch.setenv(name, "of another")
+    monkeypatch.setenv("TEPAL_OF_THE_APP", "kept")
+    environments = {}
+
+    @contextlib.contextmanager
+    def started(command, *, env, name="superlink", **_):
+        environments[name] = env
+        yield SimpleNamespace(stop=lambda grace: None)
+
+    for name in ("connect", "wait_for_http", "wait_for_node"):
+        monkeypatch.setattr(loopback, name, lambda *_, **__: None)
+    monkeypatch.setattr(loopback, "started", started)
+    monkeypatch.setattr(loopback, "open_fleet", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(loopback, "align", lambda *_: [])
+    with loopback.deployment(tmp_path, [{}, {}], Clock(lambda *_: None, None), tmp_path / "cache"):
+        pass
+    for site in ("site-1", "site-2"):
+        assert options & environments[site].keys() == {"TEPAL_NODE_SPARE"}  # how much memory nodes here may take
+        assert environments[site]["TEPAL_CACHE"] == str(tmp_path / "cache" / site)
+        assert environments[site]["TEPAL_OF_THE_APP"] == "kept" and environments[site]["FLWR_HOME"]

@@ -859,6 +859,25 @@ def test_the_commands_make_renew_revoke_and_list(tmp_path):
         assert "the server's certificate is valid for 364 more days" in said and "is valid for 3649 more days" in said
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--days", 30), "--days is for the server's certificate: give --server, too"),
+        (("--host", "x"), "--host is for the server's certificate: give --server, too"),
+    ],
+)
+def test_what_is_of_the_servers_certificate_is_refused_without_it(made, given, said):
+    before = tree(made.folder)
+    status, answer = tepal("renew", made.folder, "--site", "north", *given)
+    assert status == 1 and said in answer and tree(made.folder) == before
+
+
+@pytest.mark.parametrize(("given", "days"), [((), 364), (("--days", 30), 29)])
+def test_a_renewed_certificate_of_the_server_is_valid_for_a_year_or_the_days_that_are_given(made, given, days):
+    assert tepal("renew", made.folder, "--server", *given)[0] == 0
+    assert overview(made.folder).server_days == days
+
+
 def test_revoking_says_that_no_superlink_was_told_when_none_was_named(made, monkeypatch):
     monkeypatch.setattr("tepal.tools.cli.provision._CONTROL", f"127.0.0.1:{free_port()}")
     status, said = tepal("revoke", made.folder, "north")

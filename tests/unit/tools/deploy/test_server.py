@@ -18,6 +18,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from typer.testing import CliRunner
 
 from tepal.host.processes import ProcessError, free_port
@@ -32,6 +40,7 @@ from tepal.tools.deploy.fleet import FleetError, NodeKey, RunStatus, Unreachable
 from tepal.tools.deploy.journal import STATE, Journal
 from tepal.tools.deploy.node_keys import Keys, ServerError, check_credentials, vanished
 from tepal.tools.deploy.provision import ServerFolder, make
+from tepal.tools.deploy.provision.certificates import authority, new_key, pem, server_certificate
 from tepal.tools.deploy.recovery import (
     Due,
     JournalEntry,
@@ -785,6 +794,79 @@ def test_credentials_that_lack_something_are_refused(folder):
         check_credentials(folder, "127.0.0.1", now)
 
 
+def test_a_key_that_is_not_the_certificates_is_refused(folder, tmp_path):
+    other = make(tmp_path / "other", hosts=["x"], sites=["a"]).server
+    shutil.copy(other.key, folder.key)
+    with pytest.raises(ServerError, match=f"{folder.key} does not belong to {folder.certificate}: copy both"):
+        check_credentials(folder, "127.0.0.1", datetime.now(UTC))
+    shutil.copy(other.certificate, folder.certificate)
+    with pytest.raises(ServerError, match=f"{folder.certificate} was not issued by {folder.root_certificates}, which"):
+        check_credentials(folder, "127.0.0.1", datetime.now(UTC))
+    shutil.copy(other.root_certificates, folder.root_certificates)
+    assert check_credentials(folder, "127.0.0.1", datetime.now(UTC)) == []
+
+
+def test_a_key_that_cannot_be_used_is_refused(folder, monkeypatch):
+    now, key = datetime.now(UTC), load_pem_private_key(folder.key.read_bytes(), None)
+    for form in (PrivateFormat.PKCS8, PrivateFormat.TraditionalOpenSSL):
+        folder.key.write_bytes(key.private_bytes(Encoding.PEM, form, BestAvailableEncryption(b"secret")))
+        with pytest.raises(ServerError, match="is encrypted, which the server cannot open: store it without"):
+            check_credentials(folder, "127.0.0.1", now)
+    for content in (b"", b"nonsense", folder.certificate.read_bytes(), pem(key)[:90]):
+        folder.key.write_bytes(content)
+        with pytest.raises(ServerError, match=f"{folder.key} is not a private key in PEM: copy it again"):
+            check_credentials(folder, "127.0.0.1", now)
+    read = Path.read_bytes
+
+    def refuse(path):
+        if path == folder.key:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read all
+    with pytest.raises(ServerError, match=f"{folder.key} cannot be read by this user .*chown"):
+        check_credentials(folder, "127.0.0.1", now)
+
+
+def intermediate(root, root_key):
+    """A certificate that issues others and was itself issued by `root`, and its key."""
+    key, now = new_key(), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "Company CA 2")])
+    builder = x509.CertificateBuilder(root.subject, name, key.public_key(), x509.random_serial_number())
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return builder.not_valid_before(now).not_valid_after(now + timedelta(days=90)).sign(root_key, hashes.SHA384()), key
+
+
+def test_a_certificate_of_another_authority_may_come_with_intermediate_ones(folder):
+    root_key = new_key()
+    root, stranger = authority(root_key, 90), authority(new_key(), 90)
+    between, key = intermediate(root, root_key)
+    last, last_key = intermediate(between, key)
+    own, own_key = server_certificate(last, last_key, ["x"], 60)
+    folder.key.write_bytes(own_key)
+    own, root, between, last = own.decode(), *(pem(each).decode() for each in (root, between, last))
+    for chain, trusted, good in (
+        ([own, last, between], [root], True),
+        ([own, between, last, root], [pem(stranger).decode(), root], True),  # in another order
+        ([own, last], [between], True),
+        ([own], [last], True),
+        ([own], [own], True),  # as one that is signed by itself
+        ([own], [root], False),
+        ([own, between], [root], False),
+        ([own, last, between], [pem(stranger).decode()], False),
+    ):
+        folder.certificate.write_text("A text before it.\n" + "".join(chain))
+        folder.root_certificates.write_text("".join(trusted))
+        if good:
+            assert check_credentials(folder, "127.0.0.1", datetime.now(UTC)) == []
+        else:
+            with pytest.raises(ServerError, match=r"intermediate certificates belong into server\.crt"):
+                check_credentials(folder, "127.0.0.1", datetime.now(UTC))
+    folder.certificate.write_text(own + last.replace("M", "A"))
+    with pytest.raises(ServerError, match=f"{folder.certificate} has a certificate that cannot be read: copy it again"):
+        check_credentials(folder, "127.0.0.1", datetime.now(UTC))
+
+
 # ---- server.json, the log, the command line ----------------------------------------------------------------------
 
 
@@ -811,6 +893,16 @@ def test_the_journal_survives_and_only_its_owner_may_read_it(tmp_path):
         journal.path.write_text(damaged)
         with pytest.raises(ServerError, match="cannot be read"):
             Journal.read(journal.path)
+
+
+def test_a_journal_that_is_closed_to_this_user_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)  # root may read all
+    done = invoke("status", "--state", str(tmp_path))
+    said = f"{tmp_path / STATE} cannot be read by this user (uid {os.geteuid()}): use sudo, or the user that runs the"
+    assert done.exit_code == 1 and said in done.output and "move it away" not in done.output
 
 
 def test_one_server_for_each_state_folder(tmp_path):
@@ -921,6 +1013,18 @@ def test_the_superlinks_log_is_passed_on_in_whole_lines_without_routine(tmp_path
     assert path.read_text() == f"{ACCESS}500\n", "the SuperLink goes on writing to it"
     pass_on(path, position, 1000)
     assert capsys.readouterr().out == f"{ACCESS}500\n"
+
+
+def test_a_log_that_cannot_be_copied_to_a_full_disk_is_cut_and_no_line_comes_twice(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    path = tmp_path / "superlink.log"
+    path.write_text("INFO : a long line\n")
+    assert pass_on(path, 0, 10) == 0 and path.stat().st_size == 0
+    assert pass_on(path, 0, 10) == 0
+    assert capsys.readouterr().out == "INFO : a long line\n"
 
 
 def healthy(**more):

@@ -409,7 +409,7 @@ def test_the_csv_has_every_row_in_full(tmp_path):
 
 def test_names_of_classes_and_files_are_neither_formulas_nor_commands_to_a_terminal(tmp_path):
     names = ["=HYPERLINK(0)", "a\x1b[2Jb", "-", "cat"]
-    rows = [Prediction(tmp_path / "a\x1b]0;b.png", None, 3, 0.1, 2.0, 0.0, class_name=name) for name in names]
+    rows = [Prediction(Path("a\x1b]0;b.png"), None, 3, 0.1, 2.0, 0.0, class_name=name) for name in names]
     write_csv(rows, tmp_path / "out.csv")
     with (tmp_path / "out.csv").open(newline="") as file:
         read = list(csv.DictReader(file))

@@ -768,6 +768,29 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
         own(tmp_path, **{"unreadable-images": 0})
 
 
+def test_a_site_whose_images_grow_is_told_once_that_its_tests_are_drawn_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def greys(part: data.ImageArrays) -> set[int]:
+        return set(np.rint(part.images[:, 0, 0, 0] * 255).astype(int).tolist())
+
+    for number in range(10):
+        paint(tmp_path / "site" / "a" / f"{number:02}.png", number)
+        paint(tmp_path / "divided" / ("test" if number > 7 else "train") / "a" / f"{number:02}.png", number)
+    before = greys(own(tmp_path / "site").test)
+    for path in ("site", "divided"):
+        own(tmp_path / path)
+    assert not caplog.records
+    for number in (10, 11):
+        paint(tmp_path / "site" / "a" / f"{number}.png", number)
+        paint(tmp_path / "divided" / "train" / "a" / f"{number}.png", number)
+        now = own(tmp_path / "site")
+        assert before & greys(now.train), "otherwise there is nothing to be told"
+        assert greys(own(tmp_path / "divided").test) == {8, 9}
+    (said,) = (one.getMessage() for one in caplog.records)
+    assert said.startswith(f"Client ward-3: {tmp_path}/site has 11 examples, and had 10 before, so that its test exam")
+
+
 def test_a_folder_with_a_new_image_is_read_anew(tmp_path: Path) -> None:
     for number in range(2):
         paint(tmp_path / "a" / f"{number}.png", 1)

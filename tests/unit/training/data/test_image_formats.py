@@ -9,8 +9,10 @@ import lzma
 import os
 import pickle
 import struct
+import tracemalloc
 import unicodedata
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from PIL import Image
 
 from tepal.training import data
 from tepal.training.data import DataConfig, DataError, dataset_info, held_out, load_client, sources
+from tepal.training.data.formats.images import read_images
 
 
 @pytest.fixture(autouse=True)
@@ -302,6 +305,52 @@ def test_upper_case_is_the_same_and_a_validation_set_is_training_data(
     assert [said in one.getMessage() for one in caplog.records] == [True] * bool(validation)
 
 
+@pytest.mark.parametrize(("training", "testing"), [("Training", "Testing"), ("training", "TEST"), ("train", "testing")])
+def test_folders_training_and_testing_are_sets_too(tmp_path: Path, training: str, testing: str) -> None:
+    for part, colour in {training: 0, testing: 100, "Validation": 50}.items():
+        for name in ("cat", "dog"):
+            paint(tmp_path / part / name / "0.png", colour)
+    source = read(tmp_path)
+    assert sorted(source.train.images[:, 0, 0, 0].tolist()) == [0, 0, 50, 50]
+    assert source.train.groups is None and source.test is not None and (source.test.images == 100).all()
+
+
+def test_a_folder_training_beside_train_is_another_one(tmp_path: Path) -> None:
+    for part in ("train", "test", "training"):
+        paint(tmp_path / part / "cat" / "0.png", 1)
+    with pytest.raises(DataError, match=f"{tmp_path}: has the folder training beside train and test.*move it away"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "deeper"),
+    [
+        (("benign/0.png", "malignant/patient0/0.png", "malignant/patient1/0.png"), "malignant/patient0/0.png"),
+        (("a/0.png", "b/0.png", "b/old/1.png"), "b/old/1.png"),
+        (("train/overview.png", "train/cat/0.png", "test/cat/1.png"), "test/cat/1.png"),
+        (("test/benign/0.png", "train/benign/0.png", "train/malignant/p0/0.png"), "train/malignant/p0/0.png"),
+    ],
+)
+def test_images_at_another_depth_are_refused_and_not_left_out(
+    tmp_path: Path, files: tuple[str, ...], deeper: str
+) -> None:
+    for file in files:
+        paint(tmp_path / file, 1)
+    said = f"{tmp_path}: the image {deeper} is at another depth than {files[0]}, but all must be at the same depth"
+    with pytest.raises(DataError, match=f"^{said}, .*: move it, or the other one$"):
+        read(tmp_path)
+
+
+def test_folders_without_images_below_a_class_and_hidden_ones_do_not_matter(tmp_path: Path) -> None:
+    paint(tmp_path / "a" / "0.png", 1)
+    for folder in ("a/notes", "b/notes"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "of.txt").write_text("no image")
+    paint(tmp_path / "a" / ".thumbnails" / "0.png", 1)
+    source = read(tmp_path)
+    assert (len(source.train), source.class_names) == (1, ("a", "b"))
+
+
 def test_a_training_and_a_validation_set_are_no_groups(tmp_path: Path) -> None:
     for part in ("train", "val"):
         paint(tmp_path / part / "cat" / "0.png", 1)
@@ -439,6 +488,100 @@ def test_a_site_with_one_image_is_told_so_with_its_name_and_file(tmp_path: Path)
     paint(tmp_path / "cat" / "0.png", 1)
     with pytest.raises(DataError, match=f"^client ward-3: {tmp_path}: 1 example cannot be split.*at least 2"):
         own(tmp_path)
+
+
+# Orientation
+
+UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda seen: seen,
+    2: np.fliplr,
+    3: lambda seen: np.rot90(seen, 2),
+    4: np.flipud,
+    5: lambda seen: np.swapaxes(seen, 0, 1),
+    6: lambda seen: np.rot90(seen, -1),
+    7: lambda seen: np.swapaxes(np.rot90(seen, 2), 0, 1),
+    8: np.rot90,
+}
+"""An orientation in EXIF → what makes an image (H, W, C) upright that was stored as the camera saw it."""
+
+
+def photo(array: np.ndarray, orientation: int = 0, form: str = "jpeg", *, damaged: bool = False) -> bytes:
+    exif = Image.Exif()
+    if orientation:
+        exif[0x112], exif[0x11A] = orientation, 72.0  # the latter is the resolution
+    tags = exif.tobytes()
+    if damaged:
+        tags = tags.replace(b"\x01\x1a\x00\x05", b"\x01\x1a\x00\x07")  # no longer of the type of a resolution
+    content = io.BytesIO()
+    Image.fromarray(array).save(content, form, **({"exif": tags} if orientation else {}))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_a_photo_is_turned_upright_as_the_camera_was_held(orientation: int) -> None:
+    array = pixels(24, 16, 3)
+    seen = data.read_image(io.BytesIO(photo(array)), None).transpose(1, 2, 0)
+    upright = np.ascontiguousarray(UPRIGHT[orientation](seen))
+    found = data.read_image(io.BytesIO(photo(array, orientation)), None)
+    assert np.array_equal(found.transpose(1, 2, 0), upright)
+    resized = np.asarray(Image.fromarray(upright).resize((7, 5), Image.Resampling.BILINEAR))
+    found = data.read_image(io.BytesIO(photo(array, orientation)), (3, 5, 7))
+    assert np.array_equal(found.transpose(1, 2, 0), resized)
+
+
+@pytest.mark.parametrize("form", ["png", "tiff"])
+def test_images_of_other_formats_are_turned_once(form: str) -> None:
+    array = pixels(9, 6, 3)
+    found = data.read_image(io.BytesIO(photo(array, 6, form)), None)
+    assert np.array_equal(found.transpose(1, 2, 0), np.rot90(array, -1))
+
+
+def test_damaged_tags_are_no_reason_to_leave_an_image_out_and_damaged_pixels_are() -> None:
+    array = pixels(24, 16, 3)
+    seen = data.read_image(io.BytesIO(photo(array)), None).transpose(1, 2, 0)
+    found = data.read_image(io.BytesIO(photo(array, 6, damaged=True)), None)
+    assert np.array_equal(found.transpose(1, 2, 0), np.rot90(seen, -1))
+    with pytest.raises(DataError, match=r"^a\.jpg: not a readable image \(.*truncated.*\): remove or replace it$"):
+        data.read_image(io.BytesIO(photo(array, 6)[:-100]), None, "a.jpg")
+
+
+# Memory
+
+
+def test_images_of_one_shape_are_in_memory_once() -> None:
+    def read_one(number: int) -> np.ndarray:
+        if number == 5:
+            raise DataError("5.png: not a readable image")
+        return np.full((3, 64, 64), number, np.uint8)
+
+    tracemalloc.start()
+    images, positions = read_images(range(80), read_one, "here", (3, 64, 64), 0.02)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert positions == [number for number in range(80) if number != 5]
+    assert np.array_equal(images, np.broadcast_to(np.array(positions)[:, None, None, None], (79, 3, 64, 64)))
+    assert images.dtype == np.uint8 and images.flags.c_contiguous and most < 1.2 * images.nbytes
+
+
+def test_the_files_that_were_read_before_are_given_up_before_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paint(tmp_path / "a" / "0.png", 1)
+    before = weakref.ref(read(tmp_path))
+    assert before() is read(tmp_path)
+    paint(tmp_path / "a" / "1.png", 1)
+    whole, kept = sources._read_path, []
+
+    def fails(*given: object) -> sources.AnySource:
+        kept.append(before())
+        raise DataError("the disk is away")
+
+    monkeypatch.setattr(sources, "_read_path", fails)
+    with pytest.raises(DataError, match="the disk is away"):
+        read(tmp_path)
+    assert kept == [None]
+    monkeypatch.setattr(sources, "_read_path", whole)
+    assert len(read(tmp_path).train) == 2
 
 
 # npz
@@ -580,6 +723,7 @@ def test_a_split_column_makes_the_test_set(tmp_path: Path) -> None:
         ("image,kind\na.png,1\n", "has no column label"),
         ("", "has no column image and no column label; it has none"),
         ("image,label\n", "has no row: give at least one"),
+        ("image,label,label\n0.png,1,2\n0.png,1,2\n", "column label occurs 2 times: rename or remove one"),
         ("image,label\n0.png,1\n0.png\n", "line 3 has no value for column label: it is too short"),
         ('image,label\n0.png,"1\n', "line [0-9] is not CSV"),
         ("image,label\n0.png,1\n0.png,\n", "row 2 has no label .column label."),

@@ -265,6 +265,24 @@ def test_a_column_without_a_name_is_no_feature(tmp_path: Path) -> None:
     assert settled(config_of(file)) == {"feature-columns": "a,b"}
 
 
+@pytest.mark.parametrize("form", [".csv", ".tsv", ".parquet"])
+def test_a_column_that_occurs_twice_is_refused_if_it_is_used(tmp_path: Path, form: str) -> None:
+    rows = [[n, n / 3, -n, "uv"[n % 2]] for n in range(20)]
+    file, header = tmp_path / f"t{form}", ["a", "v", "v", "kind"]
+    if form == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_arrays([*map(pyarrow.array, zip(*rows, strict=True))], header), file)
+    else:
+        write(file, header, rows)
+    for columns in ("*", "a,v"):
+        with pytest.raises(DataError, match=f"^{file}: column v occurs 2 times: rename or remove one$"):
+            sources.named_source(config_of(file, **{"feature-columns": columns}), LabelledNumbers)
+    one = sources.named_source(config_of(file, **{"feature-columns": "a"}), LabelledNumbers)
+    assert one.train.inputs[:, 0].tolist() == [*range(20)]  # type: ignore[union-attr]
+
+
 def test_statistics_are_those_of_what_the_clients_have_and_a_constant_stays_finite(tmp_path: Path) -> None:
     file = write(tmp_path / "t.csv", ["a", "b", "kind"], [[n**2, 7, n % 2] for n in range(50)])
     config = config_of(file, normalise="dataset", partitioner="iid")

@@ -119,6 +119,13 @@ def test_whole_numbers_are_labels_in_each_form_and_other_texts_are_names(tmp_pat
     assert labels_in(file, list(ids)) == ([0, 1], tuple(ids))
 
 
+@pytest.mark.parametrize("missing", ["", "  ", "\t", None, float("nan")])
+def test_a_label_of_spaces_and_a_missing_number_are_no_labels(tmp_path: Path, missing: object) -> None:
+    for present in ("sea", 1.0):
+        with pytest.raises(DataError, match=r"row 2 has no label .column label.: add it or remove the row"):
+            labels_in(tmp_path / "t.jsonl", [present, missing, present])
+
+
 def test_with_a_number_among_class_names_all_values_are_names(tmp_path: Path) -> None:
     file, names = tmp_path / "t.jsonl", {"class-names": "1,2,3"}
     assert labels_in(file, [1, "2", 3.0], **names) == ([0, 1, 2], ("1", "2", "3"))
@@ -154,6 +161,19 @@ def test_tables_in_a_folder_have_one_format(tmp_path: Path) -> None:
     json_lines(tmp_path / "train.jsonl", [{"text": "a", "label": 0}])
     with pytest.raises(DataError, match=r"several formats, train.csv and train.jsonl: keep those of one format"):
         read(tmp_path, **{"text-column": "text"})
+
+
+def test_a_split_column_divides_a_folder_of_training_tables(tmp_path: Path) -> None:
+    for number in range(2):
+        lines = [f"{part}{number},{label},{part}" for label, part in enumerate(("test", "train"))]
+        (tmp_path / f"train-{number}.csv").write_text("\n".join(["text,label,part", *lines]))
+    source = read(tmp_path, **{"text-column": "text", "split-column": "part"})
+    assert isinstance(source.train, data.Texts) and isinstance(source.test, data.Texts)
+    assert (source.train.texts, source.test.texts) == (("train0", "train1"), ("test0", "test1"))
+    assert source.train.labels is not None and source.train.labels.tolist() == [1, 1]
+    assert read(tmp_path, **{"text-column": "text"}).test is None
+    with pytest.raises(DataError, match=r"column label .split-column. has 0, 1; allowed are train and test"):
+        read(tmp_path, **{"text-column": "text", "split-column": "label"})
 
 
 def test_a_row_with_more_values_than_the_header_is_refused(tmp_path: Path) -> None:
