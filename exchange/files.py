@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from tepal.exchange.layout import Arrays
 from tepal.exchange.parts import DIGEST_BYTES, Digests, digest, digests_of, earlier_digest
-from tepal.host.files import remove_abandoned, replacing
+from tepal.host.files import ABANDONED, remove_abandoned, replacing
 
 SUFFIX = ".safetensors"
 LONGEST_LABEL = 80
@@ -165,9 +165,9 @@ def _listed(metadata: Mapping[str, str], prefix: str) -> dict[str, bytes]:
     return {key.removeprefix(prefix): bytes.fromhex(text) for key, text in metadata.items() if key.startswith(prefix)}
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what `write_arrays` left in this folder because its process was killed."""
-    remove_abandoned(folder, _UNFINISHED)
+def remove_unfinished(folder: Path, *, after: float = ABANDONED) -> None:
+    """Remove what `write_arrays` left in this folder because its process was killed `after` seconds ago or earlier."""
+    remove_abandoned(folder, _UNFINISHED, after=after)
 
 
 def _as_os_error(error: SafetensorError) -> OSError:

@@ -33,7 +33,6 @@ from tepal.exchange.files import (
 from tepal.exchange.layout import Arrays
 from tepal.exchange.parts import Digests, Part
 from tepal.exchange.plan import Tree
-from tepal.host.files import remove_abandoned
 
 log = getLogger("flwr")
 
@@ -224,7 +223,7 @@ class References:
         """Remove all files: the run has ended."""
         for reference in list(self._found.values()):
             self._forget(reference)
-        remove_abandoned(self._folder, after=0)
+        remove_unfinished(self._folder, after=0)
         with contextlib.suppress(OSError):
             self._folder.rmdir()
 

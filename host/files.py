@@ -15,7 +15,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 _PARTIAL = ".writing-"  # how the names of files begin that are being written
-_ABANDONED = 3600.0  # seconds without a change after which such a file was left by a process that was killed
+ABANDONED = 3600.0
+"""Seconds without a change after which a file that was being written was left by a process that was killed."""
 _RETRY = 0.0005, 0.02  # seconds between the first two attempts to get a lock, doubled up to the second number
 
 
@@ -45,7 +46,7 @@ def replacing(path: Path, *, durable: bool = False, overwrite: bool = True) -> I
             partial.unlink()
 
 
-def remove_abandoned(folder: Path, *others: str, after: float = _ABANDONED) -> None:
+def remove_abandoned(folder: Path, *others: str, after: float = ABANDONED) -> None:
     """Remove the files that `replacing` left in this folder because its process was killed.
 
     Args:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from pydantic import StrictInt, TypeAdapter, ValidationError
 
-from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, write_arrays
+from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, remove_unfinished, write_arrays
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import Digests
 from tepal.host.files import sync_folder
@@ -151,7 +151,10 @@ class Checkpoints:
 
     def versions(self) -> dict[int, Mapping[str, str]]:
         """Round → `current` of its checkpoint, of all whole ones, the oldest first."""
-        found = {number: checkpoint.current for number, checkpoint in self._readable()}  # each is as large as a state
+        found = dict[int, Mapping[str, str]]()
+        for number, checkpoint in self._readable():
+            found[number] = checkpoint.current
+            del checkpoint  # it is as large as the state, and the next one is read now
         return dict(reversed(found.items()))
 
     def standing(self, number: int) -> Mapping[str, Any]:
@@ -180,10 +183,8 @@ class Checkpoints:
     def _write(self, checkpoint: Checkpoint) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for torn in self.folder.glob(f"{_BESIDE}*"):  # left by a server that was killed
-            if torn.is_dir():
-                shutil.rmtree(torn, ignore_errors=True)
-            else:  # a model beside the checkpoints
-                torn.unlink(missing_ok=True)
+            shutil.rmtree(torn, ignore_errors=True)
+        remove_unfinished(self.folder, after=0)  # a model beside the checkpoints
         beside = Path(tempfile.mkdtemp(dir=self.folder, prefix=_BESIDE))
         try:
             arrays: dict[str, np.ndarray] = {}

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from logging import getLogger
 from typing import Any, Literal
 
 import numpy as np
@@ -41,6 +43,8 @@ from tepal.training.data import (
     unlabelled,
 )
 from tepal.training.data.tokens import TokenizerError, Tokens, load_tokenizer
+
+log = getLogger("flwr")
 
 AUTO = "auto"
 TOKENS = 128
@@ -108,16 +112,7 @@ class ClientInputs:
 
 
 def sizes(config: InputConfig) -> dict[str, Any]:
-    """Return the arguments of `models.build` that the data determines.
-
-    Raises DataError if it cannot, or for a class name that cannot be sent to clients and written to model files.
-    """
-    found = _sizes(config)
-    written_names(config)
-    return found
-
-
-def _sizes(config: InputConfig) -> dict[str, Any]:
+    """Return the arguments of `models.build` that the data determines. Raises DataError if it cannot."""
     if config.kind == SEQUENCES:
         return vars(number_info(config))
     if config.kind == TABLES:
@@ -147,17 +142,24 @@ FOUND_NAMES = "class-names-found"
 
 
 def written_names(config: InputConfig) -> dict[str, str]:
-    """Return the class names for a model file's metadata; an empty dict if there are none.
+    """Return the class names for a model file's metadata; an empty dict if there are none, or one has a comma.
 
-    Raises DataError, also for a name with a comma.
+    Raises DataError.
     """
     names = class_names(config, examples_of(config)) if config.kind in (IMAGES, TABLES, TEXTS) else ()
     if wrong := [name for name in names if "," in name]:
-        raise DataError(
-            f"dataset={config.dataset!r}: class name {wrong[0]!r} has a comma, which separates names in class-names: "
-            "rename it"
-        )
+        _warn_of_comma(config.dataset, wrong[0])
+        return {}
     return {"class-names": ",".join(names)} if names else {}
+
+
+@cache
+def _warn_of_comma(dataset: str, name: str) -> None:
+    log.warning(
+        "dataset=%r: class name %r has a comma, which separates names in class-names. Clients with data of their own "
+        "and model files do not get the names; a client's own data must then have all classes. Rename it.",
+        dataset, name,
+    )  # fmt: skip
 
 
 def settled(config: InputConfig) -> dict[str, str]:
@@ -170,7 +172,7 @@ def settled(config: InputConfig) -> dict[str, str]:
     if kind not in (Numbers, LabelledNumbers):
         return {}
     found = by_dataset(config, kind)
-    if kind is LabelledNumbers and not config.classes and not class_names(config, kind):
+    if kind is LabelledNumbers and not config.classes and not written_names(config):
         found["classes"] = str(sizes(config)["classes"])
     return found
 

@@ -331,7 +331,7 @@ def _remark_another_split(key: tuple[str, str, DataConfig], count: int, origin: 
         _first_counts[key] = -1
         log.warning(
             "Client %s: %s has %d examples, and had %d before, so that its test examples are drawn anew: some of the "
-            "earlier ones are now trained on. Where data grows, give a test set (folders train and test, or "
+            "earlier ones may now be trained on. Where data grows, give a test set (folders train and test, or "
             "split-column).",
             key[1], origin, count, before,
         )  # fmt: skip

@@ -28,7 +28,7 @@ AMPLE = 1.0
 FOREIGN = [
     "notes.txt", "model.safetensors", "weights@v2.safetensors", "model.b@XYZ-ab-1.safetensors",
     "model.b@ab-cd-e.safetensors", "model.b@ab-cd-1-rough.safetensors", "a.model.b@ab-cd-1.safetensors",
-    "model.b@ab-cd-1.safetensors.bak", "model.b@ab@cd-ef-1.safetensors", ".hidden.safetensors", ".tmpNew",
+    "model.b@ab-cd-1.safetensors.bak", "model.b@ab@cd-ef-1.safetensors", ".hidden.safetensors",
 ]  # fmt: skip
 ODD = [
     "", "a", "a.b", "a/b", "..", "../up", "/", "50%", "%2E", "%", "a@b", "@", "a b\n", "größe", "層", ".safetensors",
@@ -100,7 +100,8 @@ def test_what_a_killed_process_left_half_written_goes_when_it_is_old(tmp_path):
 def test_what_a_killed_process_left_half_written_goes_with_the_references(tmp_path):
     references = References(folder := tmp_path / "references", AMPLE)
     enter(references, 1)
-    (folder / ".writing-0123").write_bytes(b"half")  # by a server that was resumed at once
+    for name in (".writing-0123", ".tmpNew"):  # by a server that was resumed at once
+        (folder / name).write_bytes(b"half")
     references.remove()
     assert not folder.exists()
 

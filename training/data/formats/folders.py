@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from logging import getLogger
 from pathlib import Path
 
@@ -17,6 +18,7 @@ Entry = tuple[Path, str, str]
 """A file, its class, and its group ("" for none)."""
 
 _LONG = {"training": "train", "testing": "test"}
+_DEEPEST = 4  # folders in a class folder in which images are looked for; links may be circular
 _VALIDATION = {"val", "valid", "validation"}
 
 
@@ -95,11 +97,21 @@ def _entries(root: Path) -> tuple[list[str], list[Entry]]:
 def _check_depth(root: Path, image: Path, folders: list[Path]) -> None:
     """Raise DataError if folders in some class folders have images, which would be left out beside `image`."""
     for folder in folders:
-        if deeper := next((file for inner in class_folders(folder) for file in _images(inner)), None):
+        if (deeper := _deeper_image(folder)) is not None:
             raise DataError(
                 f"{root}: the image {deeper.relative_to(root)} is at another depth than {image.relative_to(root)}, but "
                 "all must be at the same depth, or else it would be left out: move it, or the other one"
             )
+
+
+def _deeper_image(folder: Path) -> Path | None:
+    """Return an image in a folder of this folder, down to `_DEEPEST` of them; None if there is none."""
+    for here, inner, _ in os.walk(folder, followlinks=True):
+        depth = len(Path(here).relative_to(folder).parts)
+        inner[:] = sorted(name for name in inner if not name.startswith(".")) if depth < _DEEPEST else []
+        if depth and (images := _images(Path(here))):
+            return images[0]
+    return None
 
 
 def _images(folder: Path) -> list[Path]:

@@ -406,13 +406,14 @@ def test_one_checkpoint_at_a_time_is_in_memory_when_all_are_looked_at(tmp_path, 
 
     monkeypatch.setattr(module, "_read", counting)
     assert list(Checkpoints(tmp_path, keep=9).versions()) == [1, 2, 3, 4, 5]
-    assert max(most) == 1
+    assert max(most) == 0
 
 
 def test_what_a_killed_server_left_half_written_is_removed_by_the_next_checkpoint(tmp_path):
     (tmp_path / ".writing-folder").mkdir()
     (tmp_path / ".writing-folder" / STATE).write_bytes(b"half a checkpoint")
-    (tmp_path / ".writing-file").write_bytes(b"half a model beside the checkpoints")
+    for name in (".writing-file", ".tmp0123"):
+        (tmp_path / name).write_bytes(b"half a model beside the checkpoints")
     Checkpoints(tmp_path, keep=2).save(checkpoint_of(1))
     assert [path.name for path in tmp_path.iterdir()] == ["round-000001"]
 

@@ -1,6 +1,7 @@
 """Messages and states are freed as soon as nobody needs them: not when Python's garbage collector happens to run."""
 
 import gc
+import time
 import weakref
 from contextlib import contextmanager
 
@@ -33,7 +34,11 @@ def arrays_of(value=0.0):
 
 
 def alive(references):
-    return sum(reference() is not None for reference in references)
+    """How many of them are in memory. A thread that has just made one may still be about to let it go."""
+    end = time.monotonic() + 5
+    while (count := sum(reference() is not None for reference in references)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return count
 
 
 class Watched(InProcessGrid):

@@ -327,6 +327,7 @@ def test_a_folder_training_beside_train_is_another_one(tmp_path: Path) -> None:
     [
         (("benign/0.png", "malignant/patient0/0.png", "malignant/patient1/0.png"), "malignant/patient0/0.png"),
         (("a/0.png", "b/0.png", "b/old/1.png"), "b/old/1.png"),
+        (("a/0.png", "b/x/y/0.png"), "b/x/y/0.png"),
         (("train/overview.png", "train/cat/0.png", "test/cat/1.png"), "test/cat/1.png"),
         (("test/benign/0.png", "train/benign/0.png", "train/malignant/p0/0.png"), "train/malignant/p0/0.png"),
     ],

@@ -2,14 +2,12 @@
 
 import csv
 import json
-import re
 import string
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 from tepal.client_app.app import app
@@ -20,8 +18,16 @@ from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.predict.numbers import error_of
 from tepal.tools.predict.predict import load_predictor
-from tepal.training.data import LOCAL, CharVocabulary, DataError, held_out, load_client
-from tepal.training.data.inputs import InputConfig, client_inputs, held_out_inputs, sizes, written_sizes
+from tepal.training.data import CharVocabulary, DataError, held_out, load_client
+from tepal.training.data.inputs import (
+    InputConfig,
+    client_inputs,
+    held_out_inputs,
+    settled,
+    sizes,
+    written_names,
+    written_sizes,
+)
 from tepal.training.data.tokens import TokenizerError
 from tests.lines import read_lines
 from tests.unit.training.data.word_tokenizer import ID, WORDS, ids, written
@@ -144,28 +150,19 @@ def test_a_text_model_tells_what_data_it_cannot_take(table, bert, tmp_path):
         sizes(config(dataset=table, text_column="said", label_column="colour"))
 
 
-def test_a_class_name_with_a_comma_is_refused_before_the_run(table, bert, tmp_path):
-    """Clients with data of their own, and model files, would not get the names."""
-    named = re.escape("class name 'Adenocarcinoma, NOS' has a comma, which separates names in class-names: rename it")
-    for name in ("benign", "Adenocarcinoma, NOS"):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        for number in range(2):
-            Image.new("L", (8, 8), number).save(tmp_path / "images" / name / f"{number}.png")
-    images = str(tmp_path / "images")
-    with pytest.raises(ConfigError, match=f"dataset='{images}': {named}"):
-        read_run_config({"dataset": images})
-    with open(table, "a", newline="") as file:
-        csv.writer(file).writerow(["the sky", "Adenocarcinoma, NOS", "s0"])
-    with pytest.raises(DataError, match=named):
-        sizes(of_texts(table, bert))
-    numbers = tmp_path / "numbers.jsonl"
-    classes = ("benign", "Adenocarcinoma, NOS")
-    numbers.write_text("".join(json.dumps({"a": n, "label": classes[n % 2]}) + "\n" for n in range(20)))
-    with pytest.raises(DataError, match=named):
-        sizes(config(dataset=str(numbers), model="mlp", feature_columns="a"))
-    # Without names of the server's, each site has its own, which it sends to nobody.
-    local = config(dataset=LOCAL, image_shape="1x8x8", classes=2)
-    assert client_inputs(local, {"data-path": images}, client="site").sizes == sizes(local)
+def test_class_names_are_not_sent_if_one_has_a_comma(tmp_path, caplog):
+    """A client's own data must then have all classes, whose number it is told; a table's rows may lack some."""
+    numbers, classes = tmp_path / "numbers.jsonl", ("Adenocarcinoma, NOS", "benign", "naevus")
+    numbers.write_text("".join(json.dumps({"a": n, "label": classes[n % 3]}) + "\n" for n in range(30)))
+    site = tmp_path / "site.csv"
+    site.write_text("a,label\n" + '1,benign\n2,"Adenocarcinoma, NOS"\n3,naevus\n' * 5)
+    asked = config(dataset=str(numbers), model="mlp", feature_columns="a")
+    assert written_names(asked) == {} and written_names(asked) == {}
+    (said,) = [line for line in caplog.messages if "comma" in line]
+    assert f"dataset={str(numbers)!r}: class name 'Adenocarcinoma, NOS' has a comma" in said
+    assert settled(asked)["classes"] == "3"
+    sent = asked.model_copy(update={"dataset": "only-on-the-server.csv", "classes": 3})
+    assert client_inputs(sent, {"data-path": str(site)}, client="site").sizes == sizes(asked)
 
 
 @pytest.mark.parametrize(
