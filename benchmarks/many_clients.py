@@ -214,7 +214,7 @@ def planning(clients: int, runs: int) -> dict[str, float]:
         state = method.init(begins, Run())
         layers = len(strategy.blocks.layers) if strategy.blocks else 0
         ledger = ClientLedger()
-        ledger.restore(held={}, current={}, standing={"until": until}, versions=[])
+        ledger.restore(held={}, current={}, standing={"until": until}, versions=[], before={})
         share = min(1.0, COHORT / (clients - len(until)) + 1e-9)
         cohorts = Cohorts(Rules(fraction_train=share), list, ledger)
         cohorts._nodes = nodes
