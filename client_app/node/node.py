@@ -39,6 +39,7 @@ _PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 _LONG_ENOUGH = 60.0  # seconds after which a restart of the SuperNode is not counted as one in a row
 _SILENCE = 20.0  # seconds without an answer of the SuperLink, after which it is unreachable
 _LAST_ANSWER = 15.0  # seconds for sending the last answer to the SuperLink
+_COLLECTING = 5.0  # seconds for the ServerApp to collect an answer: the SuperLink drops it when its node signs off
 _SIGNING_OFF = 5.0  # seconds for a SuperNode to sign off from the SuperLink
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -176,7 +177,7 @@ class WarmNode:
             log.error("%s. The SuperNode is started again in %g s.", _sentence(self._problem), pause)
             supernode.stop()
             self._supernode, self._next_start = None, time.monotonic() + pause
-        elif supernode is not None and self._draining and (supernode.held or not self._has_work(supernode)):
+        elif supernode is not None and self._draining and self._may_sign_off(supernode):
             supernode.stop()
             self._supernode = None
         elif supernode is None and not self._draining and time.monotonic() >= self._next_start:
@@ -201,10 +202,14 @@ class WarmNode:
         executor.join()
         if supernode is not None:  # the answer, or an error, is still to be sent
             self._wait(_LAST_ANSWER, lambda: supernode.held or not supernode.alive or not supernode.reached)
+            self._wait(_COLLECTING, lambda: supernode.collected or not supernode.alive)
 
     def _has_work(self, supernode: _SuperNode) -> bool:
         """Whether there is a message, or one may be arriving."""
         return self._executor.task is not None or supernode.reached
+
+    def _may_sign_off(self, supernode: _SuperNode) -> bool:
+        return supernode.collected and (supernode.held or not self._has_work(supernode))
 
     def _wait(self, seconds: float, over: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds
@@ -253,6 +258,7 @@ class _SuperNode(Child):
             executor.finished.get()
         self._busy = False
         self._announced = self._fetched = 0.0
+        self._sent = -_COLLECTING
         self._reported = time.monotonic()
         super().__init__("supernode", str(poll), str(runtime), *options, environment=environment)
         threading.Thread(target=self._listen, name="supernode", daemon=True).start()
@@ -265,6 +271,11 @@ class _SuperNode(Child):
     def reached(self) -> bool:
         """Whether the SuperLink has answered lately; while a message is being answered, this is assumed."""
         return not self.lost and (self._busy or time.monotonic() - self._reported < _SILENCE)
+
+    @property
+    def collected(self) -> bool:
+        """Whether the ServerApp has had time to collect the last answer."""
+        return time.monotonic() - self._sent >= _COLLECTING
 
     def hold(self, held: bool) -> None:
         self.held = self.held and held
@@ -292,7 +303,8 @@ class _SuperNode(Child):
                     self._fetched = time.monotonic()
                 case "idle":
                     if self._busy:
-                        self._log_times(time.monotonic())
+                        self._sent = time.monotonic()
+                        self._log_times(self._sent)
                     self._busy, self.held = False, bool(event["held"])
             self.lost = event["event"] == "lost"
             self._reported = time.monotonic()

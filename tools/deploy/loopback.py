@@ -146,10 +146,12 @@ def deployment(
                 wait_for_node(node, folder / f"{site}.sock", clock.left(_START))
             else:
                 wait_for_log(node, "SuperNode ID:", clock.left(_START))
-        yield Deployment(superlink, tuple(nodes), address, trusted, environment)
-        # All at once: each takes a second or two to leave the SuperLink.
-        with ThreadPoolExecutor(len(nodes) + 1) as pool:
-            list(pool.map(lambda process: process.stop(_GRACE), [*nodes, superlink]))
+        try:
+            yield Deployment(superlink, tuple(nodes), address, trusted, environment)
+        finally:
+            # No server waits for their answers any more, and their SuperLink ends with them: they need not sign off.
+            with ThreadPoolExecutor(len(nodes)) as pool:
+                list(pool.map(lambda node: node.kill(), nodes))
 
 
 def wait_for_node(process: Process, control: Path, timeout: float) -> None:

@@ -21,7 +21,7 @@ Manifest = dict[str, Any]
 _LONGEST = 40  # characters of a site's part in the names of its objects, which have at most 63
 _MOST = 2**18 - 2**10  # bytes of an object, of which `kubectl apply` keeps a copy in an annotation of at most 2**18
 STOPPING = 60
-"""Seconds to stop in, as `stop_grace_period` of the compose files: a node needs at most 50 with its default --grace."""
+"""Seconds to stop in, as `stop_grace_period` of the compose files: a node needs at most 55 with its default --grace."""
 
 
 def label_of(site: str) -> str:

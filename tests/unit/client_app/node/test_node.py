@@ -4,6 +4,7 @@ import fcntl
 import signal
 import tempfile
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -103,3 +104,43 @@ def test_a_second_signal_ends_the_waiting_for_the_message_unless_it_is_of_the_sa
     for number, hurry in ((hang_up, False), (hang_up, False), (end, True), (hang_up, True)):
         node._on_signal(number, None)
         assert node._stop.is_set() and node._hurry == hurry
+
+
+class SuperNode:
+    """A SuperNode without a process: it has answered, and signs off when it is told to."""
+
+    alive, reached, status, node_id = True, False, None, None
+
+    def __init__(self, sent):
+        self.held, self._sent, self.signed_off = True, sent, None
+
+    collected = module._SuperNode.collected
+
+    def hold(self, held):
+        pass
+
+    def stop(self):
+        self.signed_off = time.monotonic()
+
+
+def test_a_node_that_stops_leaves_when_the_server_has_had_time_to_read_its_answer(node, monkeypatch):
+    monkeypatch.setattr(module, "_COLLECTING", 0.3)
+    for ago in (0.1, 0.3, 40.0):
+        began = time.monotonic()
+        supernode = node._supernode = SuperNode(began - ago)
+        executor = threading.Thread(target=node._executor.run)
+        executor.start()
+        node._finish(executor)
+        took = time.monotonic() - began
+        assert time.monotonic() - supernode._sent >= 0.3
+        assert took >= 0.2 - 1e-3 if ago == 0.1 else took < 0.19
+
+
+def test_a_drained_node_leaves_when_the_server_has_had_time_to_read_its_answer(node, monkeypatch):
+    monkeypatch.setattr(module, "_COLLECTING", 0.3)
+    supernode = node._supernode = SuperNode(sent := time.monotonic())
+    node._draining = True
+    while node._supernode is not None:
+        node._keep_supernode()
+        assert time.monotonic() < sent + 30
+    assert supernode.signed_off - sent >= 0.3

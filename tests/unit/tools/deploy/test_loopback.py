@@ -61,7 +61,7 @@ def test_a_node_does_not_follow_the_variables_of_another_on_this_machine(tmp_pat
     @contextlib.contextmanager
     def started(command, *, env, name="superlink", **_):
         environments[name] = env
-        yield SimpleNamespace(stop=lambda grace: None)
+        yield SimpleNamespace(kill=lambda: None)
 
     for name in ("connect", "wait_for_http", "wait_for_node"):
         monkeypatch.setattr(loopback, name, lambda *_, **__: None)
