@@ -10,6 +10,7 @@ Each is replaced as a whole. None is needed to resume a run: if one cannot be wr
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +77,7 @@ class ClientNow:
 
 @dataclass
 class Now:
-    """The current round, or the last one, in `now.json`; `travel_…` as of `Travel.shares`, None if not known."""
+    """The current round, or the last one, in `now.json`; `travel_…` as of `RoundReport.shares`, None if not known."""
 
     round: int | None = None
     phase: str = ""
@@ -148,24 +149,51 @@ class Live:
         path: The run directory.
         rounds: The number of planned rounds.
         clock: Returns seconds.
+        timer: Makes a timer that calls a function after so many seconds, in a thread.
     """
 
-    def __init__(self, path: Path, rounds: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rounds: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
+    ) -> None:
         self._path = path
         self._rounds = rounds
         self._clock = clock
+        self._timer = timer
         self._due: dict[str, float] = {}
         self._failed: set[str] = set()
         self._totals = defaultdict(ClientTotals, _earlier(path))
+        self._lock = threading.Lock()  # held to write, and to change the following
+        self._unwritten: RoundReport | None = None  # has changed since `now.json` was written
+        self._later: threading.Timer | None = None  # writes it
 
     def model(self, segments: Sequence[Segment]) -> None:
         """Write the segments of the model."""
         stored = [{"stage": each.stage, "kind": each.kind, "bytes": each.nbytes} for each in segments]
-        self._write(BLOCKS, lambda: stored, at_once=True)
+        with self._lock:
+            self._write(BLOCKS, lambda: stored, at_once=True)
 
     def progress(self, report: RoundReport) -> None:
-        """Write the state of a round, unless it was written just before."""
-        self._write(NOW, lambda: self._now(report, ended=False))
+        """Write the state of a round; if it was written just before, after a pause, as it is then.
+
+        Nothing else may happen for as long as a client trains, so that no later call would write it.
+        """
+        with self._lock:
+            self._unwritten = report
+            pause = self._due.get(NOW, 0.0) - self._clock()
+            if pause <= 0:
+                self._write_now(report, ended=False)
+            elif self._later is None:
+                self._later = self._timer(pause, self._write_unwritten)
+                self._later.daemon = True
+                try:
+                    self._later.start()
+                except RuntimeError:  # there can be no more threads; the next call writes, or tries it again
+                    self._later = None
 
     def end_round(self, report: RoundReport) -> None:
         """Write the state of a round that has ended or failed, and add it to the clients' totals."""
@@ -186,34 +214,55 @@ class Live:
             self._totals[name].lost += 1
         for name, reason in (*report.refused, *report.lost):
             self._totals[name].reason = visible(f"round {report.round}: {reason}")
-        self._write(NOW, lambda: self._now(report, ended=True), at_once=True)
-        self._write(CLIENTS, self._clients, at_once=report.round >= self._rounds)
+        with self._lock:
+            self._write_now(report, ended=True)
+            self._write(CLIENTS, self._clients, at_once=report.round >= self._rounds)
 
     def close(self) -> None:
-        """Write the clients' totals, which may not have been written since the last round."""
-        if self._totals:
-            self._write(CLIENTS, self._clients, at_once=True)
+        """Write the clients' totals, which may not have been written since the last round, and nothing later."""
+        with self._lock:
+            self._leave_nothing()
+            if self._totals:
+                self._write(CLIENTS, self._clients, at_once=True)
 
     def _clients(self) -> Mapping[str, Any]:
         return {name: vars(total) for name, total in self._totals.items()}
 
     def _now(self, report: RoundReport, *, ended: bool) -> Mapping[str, Any]:
+        # In a timer's thread the report may change meanwhile: its dict and lists are copied before they are read. What
+        # is half changed is written again: `progress` is called after every event.
         clients = {
             name: {key: value for key, value in vars(client).items() if value is not None}
-            for name, client in report.clients.items()
+            for name, client in report.clients.copy().items()
         }
         for name, reason in [*report.refused, *report.lost]:
             if name in clients:
                 clients[name]["reason"] = visible(reason)
-        travel = report.travel.shares(len(report.clients)) if report.travel else {}
         return {
             "round": report.round,
             "rounds": self._rounds,
             "phase": report.phase,
             "ended": ended,
             "clients": clients,
-            **travel,
+            **report.shares(),
         }
+
+    def _write_unwritten(self) -> None:
+        """Write what `progress` left, in a timer's thread; nothing if it was written since, or the round has ended."""
+        with self._lock:
+            if self._unwritten is not None:
+                self._write_now(self._unwritten, ended=False)
+
+    def _write_now(self, report: RoundReport, *, ended: bool) -> None:
+        self._leave_nothing()
+        self._write(NOW, lambda: self._now(report, ended=ended), at_once=True)
+
+    def _leave_nothing(self) -> None:
+        """Leave nothing to be written by a timer."""
+        self._unwritten = None
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
 
     def _write(self, name: str, content: Callable[[], Any], *, at_once: bool = False) -> None:
         begun = self._clock()

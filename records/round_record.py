@@ -87,6 +87,8 @@ class RoundRecord:
     received_accuracy: float | None = _score()
     received_loss: float | None = _score()
     received_rmse: float | None = _score()
+    received_macro_f1: float | None = _score(optional=True)
+    received_perplexity: float | None = _score(optional=True)
     trained_accuracy: float | None = _score()
     train_loss: float | None = _score("training loss")
     learning_rate: float | None = column("learning rate", text="{:.3g}".format)
@@ -165,7 +167,7 @@ class RoundRecord:
             accuracy=scored.get("accuracy"),
             loss=loss,
             macro_f1=scored.get("macro-f1"),
-            perplexity=None if not task.perplexity or loss is None else math.exp(min(loss, _LARGEST)),
+            perplexity=_perplexity(loss, task),
             rmse=_root(loss, task),
             accuracy_of=accuracy_of,
             clients_accuracy=clients["mean"],
@@ -174,6 +176,8 @@ class RoundRecord:
             received_accuracy=received.get("received-accuracy"),
             received_loss=received.get("received-loss"),
             received_rmse=_root(received.get("received-loss"), task),
+            received_macro_f1=received.get("received-macro-f1"),
+            received_perplexity=_perplexity(received.get("received-loss"), task),
             trained_accuracy=train.get("trained-accuracy"),
             train_loss=train.get("train-loss"),
             learning_rate=report.learning_rate,
@@ -220,7 +224,7 @@ COLUMNS: Mapping[str, Column] = columns_of(RoundRecord)
 _OPTIONAL = {each.name for each in fields(RoundRecord) if each.metadata["optional"]}
 WIRE = ("wire_left_out_down", "wire_left_out_up", "wire_budget", "wire_budget_down", "wire_budget_up")
 """Columns of runs in which a direction uses `auto`."""
-_MEASURED = _OPTIONAL.difference(WIRE)
+_MEASURED = _OPTIONAL.difference(WIRE, ("received_macro_f1", "received_perplexity"))
 """Those that the server measures when it scores the model."""
 COUNTED = ("refused", "lost", "late", "left_out")
 """Columns that list clients; trackers show how many clients they list."""
@@ -270,6 +274,11 @@ def _of_wire(report: RoundReport) -> dict[str, Any]:
 def _root(loss: float | None, task: Task) -> float | None:
     """The root of the mean squared error; None if the task's loss is another one, or is no such error (below 0)."""
     return math.sqrt(loss) if task.regression and loss is not None and loss >= 0 else None
+
+
+def _perplexity(loss: float | None, task: Task) -> float | None:
+    """The exponential of the mean loss; None if the task is not measured by it."""
+    return math.exp(min(loss, _LARGEST)) if task.perplexity and loss is not None else None
 
 
 def _incident_list(reasons: Iterable[tuple[str, str]], *, counted: bool = True) -> list[Incident]:

@@ -34,7 +34,7 @@ def diagram_html(segments: Sequence[StoredSegment], shares: Mapping[str, Sequenc
     Args:
         segments: The model's segments.
         shares: `travel_down`, `travel_up`, `travel_trains`: how often each part was transferred or trained, per client
-            that was asked (`Travel.shares`).
+            (`RoundReport.shares`).
         caption: names the round.
     """
     kinds = sorted({each["kind"] for each in segments}, key=lambda kind: (kind == OTHER, kind))
@@ -56,7 +56,10 @@ def last_diagram(records: ArraysOfRounds, segments: Sequence[StoredSegment]) -> 
         return Markup()
     number, record = known[-1]
     shares = {key: record[key].tolist() for key in ("travel_trains", "travel_down", "travel_up")}
-    caption = f"Round {number}, the last: share of its clients that trained each part, were sent it and returned it."
+    caption = (
+        f"Round {number}, the last: share of its training clients that trained each part and returned it, and of all "
+        "its clients that were sent it."
+    )
     return diagram_html(segments, shares, caption)
 
 

@@ -23,6 +23,8 @@ _SHARES = {"disagreement": "main", "lowest_accuracy": "second", "highest_accurac
 def travel_figures(records: ArraysOfRounds, segments: Sequence[StoredSegment]) -> list[Figure]:
     """The shares of the clients that were sent and that returned each segment, by round; [] for a model of one segment.
 
+    Sent: of all clients of a round, also of those that only score; returned: of those that train.
+
     Args:
         records: As `run_directory.read_records` returns them.
         segments: The model's segments.
@@ -34,14 +36,14 @@ def travel_figures(records: ArraysOfRounds, segments: Sequence[StoredSegment]) -
     many = len({each["kind"] for each in segments}) > 1
     names = [f"{each['stage']}, {each['kind']}" if many else each["stage"] for each in segments]
     figures = []
-    for way, said in (("down", "sent to"), ("up", "returned by")):
+    for way, said, clients in (("down", "sent to", "clients"), ("up", "returned by", "training clients")):
         shares = np.stack([record[f"travel_{way}"] for _, record in known], axis=1)
         plot = heatmap(
             shares, [number for number, _ in known], names, "round", "",
-            f"%{{y}}, round %{{x}}: {said} %{{z:.0%}} of the clients", f"{len(names)} parts in {len(known)} rounds.",
+            f"%{{y}}, round %{{x}}: {said} %{{z:.0%}} of the {clients}", f"{len(names)} parts in {len(known)} rounds.",
             limits=(0, max(1.0, float(shares.max()))),
         )  # fmt: skip
-        caption = f"Share of a round's clients that each part was {said}, by round; darker is more, empty is none."
+        caption = f"Share of a round's {clients} that each part was {said}, by round; darker is more, empty is none."
         figures.append(Figure(f"travel-{way}", f"Parts {said} clients", caption, plot))
     return figures
 
@@ -57,7 +59,7 @@ def method_figures(records: ArraysOfRounds, metrics: Sequence[RoundRecord]) -> l
     if drifts := _with(records, *_DRIFTS):
         figures.append(_drift(drifts))
     if layers := _with(records, "masks"):
-        figures += [_layers_by_round(layers), _layers_by_client(layers)]
+        figures += [_layers_by_round(layers), _layers_by_client(layers, sum(line.round > 0 for line in metrics))]
     if modes := _with(records, "modes"):
         figures.append(_modes(modes))
     if any(line.disagreement is not None for line in metrics):
@@ -97,8 +99,11 @@ def _layers_by_round(records: ArraysOfRounds) -> Figure:
     return Figure("layers-rounds", "Trained layers by round", caption, plot)
 
 
-def _layers_by_client(records: ArraysOfRounds) -> Figure:
-    """A heat map (clients, layers): the share of a client's rounds in which it trained a layer."""
+def _layers_by_client(records: ArraysOfRounds, rounds_done: int) -> Figure:
+    """A heat map (clients, layers): the share of a client's rounds in which it trained a layer.
+
+    `rounds_done`: all rounds, of which many are not read.
+    """
     trained: dict[str, np.ndarray] = {}
     rounds: dict[str, int] = {}
     for _, record in records:
@@ -112,6 +117,8 @@ def _layers_by_client(records: ArraysOfRounds) -> Figure:
         "%{y}, layer %{x}: in %{z:.0%} of its rounds", f"{len(clients)} clients, {shares.shape[1]} layers.",
         limits=(0, 1),
     )  # fmt: skip
+    if len(records) < rounds_done:
+        more = f" Counted in {len(records):,} of {rounds_done:,} rounds.{more}"
     caption = f"Share of a client's rounds in which it trained the layer; darker is more.{more}"
     return Figure("layers-clients", "Trained layers by client", caption, plot)
 

@@ -110,6 +110,9 @@ _RUN = """<header>
 <h1>{{ heading }}</h1>
 <p class="subtitle">{{ subtitle }}</p>
 </header>
+{% if failed %}
+<p class="notice" role="note">This run failed{% if last %} in round {{ last }}{% endif %}: {{ failed }}</p>
+{% endif %}
 {% if not ended or planned and done < planned %}
 <p class="notice" role="note">
 {%- if ended and ending %}{{ ending }}; {{ planned }} rounds were planned.

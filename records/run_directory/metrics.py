@@ -17,6 +17,7 @@ Summed = Literal[
 ]
 """Columns that are summed over the rounds."""
 
+_RECEIVED = ("accuracy", "loss", "macro_f1", "perplexity", "rmse")  # scores that clients give a round later
 _ROUNDING = 1e-9  # far less than one example in a test set, far more than sums of floats lose
 
 
@@ -70,9 +71,9 @@ def scored(metrics: Sequence[RoundRecord]) -> list[RoundRecord]:
     filled = list(metrics)
     for place, (line, following) in enumerate(pairwise(metrics)):
         if line.accuracy is None and line.loss is None and following.round == line.round + 1:
-            scores = {key: following.value(f"received_{key}") for key in ("accuracy", "loss", "rmse")}
-            if any(score is not None for score in scores.values()):
-                filled[place] = replace(line, **scores, accuracy_of="clients")
+            scores = {key: following.value(f"received_{key}") for key in _RECEIVED}
+            if known := {key: score for key, score in scores.items() if score is not None}:
+                filled[place] = replace(line, **known, accuracy_of="clients")
     return filled
 
 

@@ -166,7 +166,7 @@ class RoundReport:
     """By client, for those asked."""
     travel: Travel | None = None
     record: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The method's arrays (`Method.record`), and how often each segment travelled (`Travel.shares`)."""
+    """The method's arrays (`Method.record`), and how often each segment travelled (`shares`)."""
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     evaluate_metrics: Mapping[str, float] = field(default_factory=dict)
     server_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -253,6 +253,17 @@ class RoundReport:
         """
         up = [self.left_out_up[client] for client in self.replied if client in self.left_out_up]
         return fmean(self.left_out_down) if self.left_out_down else None, fmean(up) if up else None
+
+    def shares(self) -> Mapping[str, np.ndarray]:
+        """How often each segment travelled per client (`Travel.shares`); {} if that is not counted.
+
+        `travel_down` is of all clients of the round, also of those that only score: a model that they are sent to score
+        they may train next, and are not sent again. The others are of the clients that were to train.
+        """
+        if self.travel is None:
+            return {}
+        down = self.travel.shares(len(self.clients))["travel_down"]
+        return {**self.travel.shares(len(self.asked)), "travel_down": down}
 
     def refuse(self, client: str, reason: str) -> None:
         """Enter that a reply which had arrived is not merged."""

@@ -245,10 +245,9 @@ class RoundRunner:
             report.replied.clear()
             if failing > 1 or report.refused_by_client.issuperset(report.asked):
                 break  # not transient: these clients would fail or refuse again
-        raise RoundFailed(
-            f"round {this.number} got fewer than min_replies={rules.min_replies} good replies in "
-            f"{attempts + searches} attempts" + report.reasons()
-        )
+        few = f"fewer than min_replies={rules.min_replies} good replies"
+        lacks = "no merge that counts" if searches == SEARCHES else few
+        raise RoundFailed(f"round {this.number} got {lacks} in {attempts + searches} attempts" + report.reasons())
 
     def _draw(self, state: Any, this: Round, names: Sequence[str], size: int, rng: Generator) -> tuple[Any, list[str]]:
         """Draw a cohort. Clients that cannot take part are replaced by others as long as there are any."""

@@ -323,8 +323,7 @@ class MethodStrategy(WithoutHooks):
 
     def _end(self, this: Round, result: Result) -> None:
         report, number = this.report, this.number
-        if report.travel is not None:
-            report.record = {**report.record, **report.travel.shares(len(report.asked))}
+        report.record = {**report.record, **report.shares()}
         report.seconds = time.monotonic() - this.started
         for metrics, of_rounds in (
             (report.train_metrics, result.train_metrics_clientapp),

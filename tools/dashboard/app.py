@@ -318,6 +318,10 @@ def _events(changes: Callable[[Sent], list[str]]) -> StreamingResponse:
         while True:
             try:
                 parts = await run_in_threadpool(changes, sent)
+                if said:  # the error has passed; of a run, what else it says of problems is sent again
+                    said = ""
+                    sent.pop("problems", None)
+                    parts = [json.dumps({"id": "problems", "kind": "text", "text": said}), *parts]
             except Exception as error:  # the connection stays, until the files can be read
                 parts, said_before, said = [], said, visible(error)
                 if said != said_before:

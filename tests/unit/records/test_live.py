@@ -1,13 +1,14 @@
 """What a run tells of itself while it goes on: clients' states as the round sees them, and the files that show them."""
 
 import json
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from tepal.exchange.layout import Layout
-from tepal.records.live import Live
+from tepal.records.live import Live, read_now
 from tepal.strategies import FedAvg
 from tepal.strategies.rounds.report import ClientReport, RoundReport
 from tepal.strategies.rounds.travel import OTHER, QUERY_KEY, Segment, Travel, segments
@@ -114,9 +115,40 @@ def test_clients_are_summed_over_the_rounds_and_a_run_that_goes_on_adds_to_them(
     assert told["b"]["reason"] == "round 2: a reason" and told["b"]["examples"] is None
 
 
+class Timers:
+    """Makes timers that have no threads: a test calls what they would call."""
+
+    def __init__(self, starts=True):
+        self.starts, self.waiting = starts, []
+
+    def __call__(self, seconds, call):
+        timers = self
+
+        class Timer:
+            daemon = False
+
+            def __init__(self):
+                self.seconds, self.call = seconds, call
+
+            def start(self):
+                if not timers.starts:
+                    raise RuntimeError("can't start new thread")
+                timers.waiting.append(self)
+
+            def cancel(self):
+                if self in timers.waiting:
+                    timers.waiting.remove(self)
+
+        return Timer()
+
+
+def states(path):
+    return [client["state"] for client in read(path, "now")["clients"].values()]
+
+
 def test_progress_is_written_now_and_then_and_the_end_of_a_round_at_once(tmp_path):
     now = [0.0]
-    live = Live(tmp_path, 5, clock=lambda: now[0])
+    live = Live(tmp_path, 5, clock=lambda: now[0], timer=Timers())
     report = report_of(1, a=ClientReport("asked"))
     live.progress(report)
     report.clients["a"].state = "training"
@@ -134,6 +166,91 @@ def test_progress_is_written_now_and_then_and_the_end_of_a_round_at_once(tmp_pat
     assert told["ended"] and told["clients"]["a"] == {
         "state": "lost", "bytes_down": 0, "bytes_up": 0, "seconds": 0.0, "reason": "no answer",
     }  # fmt: skip
+
+
+def test_what_was_not_written_at_once_is_written_after_a_pause_as_it_is_then(tmp_path):
+    """Ten clients are sent their messages at once, and then nothing happens until one of them has trained."""
+    now, timers = [0.0], Timers()
+    live = Live(tmp_path, 5, clock=lambda: now[0], timer=timers)
+    report = report_of(1, **{f"site-{k}": ClientReport() for k in range(10)})
+    for client in report.clients.values():
+        client.state = "training"
+        live.progress(report)
+    assert states(tmp_path) == ["training"] + ["asked"] * 9
+    [timer] = timers.waiting
+    assert timer.seconds == pytest.approx(0.25) and timer.daemon
+    report.clients["site-0"].state = "replied"
+    now[0] = 0.25
+    timer.call()
+    assert states(tmp_path) == ["replied"] + ["training"] * 9
+    assert timers.waiting == [] and not read(tmp_path, "now")["ended"]
+    live.progress(report)
+    now[0] = 1.0
+    live.progress(report)
+    assert timers.waiting == [], "it was written by the call"
+
+
+@pytest.mark.parametrize("end", ["end_round", "close"])
+def test_after_the_end_of_a_round_or_of_the_run_nothing_is_written_later(tmp_path, end):
+    now, timers = [0.0], Timers()
+    live = Live(tmp_path, 5, clock=lambda: now[0], timer=timers)
+    report = report_of(1, a=ClientReport())
+    for state in ("training", "replied"):
+        report.clients["a"].state = state
+        live.progress(report)
+    [timer] = timers.waiting
+    live.end_round(report) if end == "end_round" else live.close()
+    assert timers.waiting == []
+    before = (tmp_path / "now.json").read_bytes()
+    timer.call()  # it had begun before it was cancelled
+    assert (tmp_path / "now.json").read_bytes() == before
+    assert read(tmp_path, "now")["ended"] == (end == "end_round")
+
+
+def test_a_run_goes_on_if_no_thread_can_be_started(tmp_path):
+    now = [0.0]
+    live = Live(tmp_path, 5, clock=lambda: now[0], timer=Timers(starts=False))
+    report = report_of(1, a=ClientReport())
+    for state, later in (("asked", 0.0), ("training", 0.1), ("replied", 0.3)):
+        report.clients["a"].state, now[0] = state, later
+        live.progress(report)
+    assert states(tmp_path) == ["replied"]
+
+
+def test_a_thread_writes_what_is_left_and_ends(tmp_path):
+    threads, live = set(threading.enumerate()), Live(tmp_path, 5)
+    report = report_of(1, **{f"site-{k}": ClientReport() for k in range(10)})
+    for client in report.clients.values():
+        client.state = "training"
+        live.progress(report)
+    deadline = time.monotonic() + 60
+    while states(tmp_path) != ["training"] * 10 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert states(tmp_path) == ["training"] * 10
+    live.progress(report)
+    live.close()
+    while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+
+
+def test_what_those_that_only_score_are_sent_is_of_all_clients_of_the_round(tmp_path):
+    """Four of ten train, and all score the last model: each is sent the model once, and four of them once more."""
+    live = Live(tmp_path, 1)
+    strategy = FedAvg(on_progress=live.progress, fraction_train=0.4)
+    _, [report] = start(strategy, grid_of(10))
+    live.end_round(report)
+    live.close()
+    assert len(report.asked) == 4 and len(report.clients) == 10
+    assert report.record["travel_down"] == pytest.approx([1.4]) and report.record["travel_up"] == pytest.approx([1])
+    for name, shares in read_now(tmp_path).travel.items():
+        assert shares == pytest.approx(report.record[name]), name
+
+
+def test_a_model_that_was_sent_to_be_scored_was_sent(tmp_path):
+    """Who is to train it next is not sent it again."""
+    _, reports = start(FedAvg(), grid_of(2), rounds=3)
+    assert [report.record["travel_down"].tolist() for report in reports] == [[2], [1], [1]]
 
 
 def test_a_disk_that_takes_nothing_is_said_once_and_stops_no_run(tmp_path, caplog):
@@ -154,7 +271,7 @@ def test_many_thousands_of_clients_do_not_slow_a_round(tmp_path, monkeypatch):
         now[0] += took
 
     monkeypatch.setattr("tepal.records.live.write_whole", slow)
-    live = Live(tmp_path, 5, clock=lambda: now[0])
+    live = Live(tmp_path, 5, clock=lambda: now[0], timer=Timers())
     before = time.monotonic()
     for _ in range(1000):
         live.progress(report_of(1))

@@ -45,6 +45,27 @@ def test_the_score_of_one_mode_is_not_that_of_the_ensemble():
         assert lines[0].train_loss == 1.0
 
 
+@pytest.mark.parametrize(("task", "perplexity"), [(tasks.NEXT_CHARACTER, 2.0), (tasks.IMAGES, None)])
+def test_scores_that_clients_give_a_round_later_are_all_of_the_round_before(task, perplexity):
+    def record(number, loss):
+        train = {"received-loss": loss, "received-macro-f1": loss / 2}
+        return RoundRecord.of(RoundReport(number, "train", train_metrics=train), 1, task)
+
+    lines = [json.loads(json_line(line.to_line())) for line in (record(1, 0.5), record(2, math.log(2)))]
+    first, last = scored(list(map(RoundRecord.from_line, lines)))
+    assert (first.loss, first.macro_f1, first.accuracy_of) == (math.log(2), math.log(2) / 2, "clients")
+    assert first.perplexity == (perplexity and pytest.approx(perplexity))
+    assert last.loss is last.macro_f1 is last.perplexity is None
+    assert last.received_perplexity == first.perplexity
+
+
+def test_a_line_without_such_scores_has_no_columns_of_them():
+    """As of a line that an earlier version wrote; and a metric of the server with such a name is no client's."""
+    line = record_of(server_metrics={"received-macro-f1": 0.5, "received-perplexity": 3.0}).to_line()
+    assert line.keys().isdisjoint({"received_macro_f1", "received_perplexity"})
+    assert RoundRecord.from_line(line).received_macro_f1 is None
+
+
 @pytest.mark.parametrize("loss", [-1e300, 1e300, math.nan, math.inf, 0.0])
 def test_a_perplexity_is_calculated_of_any_loss(loss):
     record_of(tasks.NEXT_CHARACTER, server_metrics={"loss": loss})

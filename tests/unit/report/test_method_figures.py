@@ -8,6 +8,7 @@ import pytest
 
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import BLOCKS, ROUNDS, RunDirectory, read_records, reading
+from tepal.report.method_figures import method_figures
 from tepal.report.run_page import write_report
 from tests.unit.report.test_report import FIGURES, Page
 
@@ -56,6 +57,15 @@ def test_selected_layers_are_counted_by_round_and_by_client(run):
         own = [masks[n][cohorts[n].index(client)] for n in cohorts if client in cohorts[n]]
         for layer in range(4):
             assert values[row][layer] == pytest.approx(sum(bool(m[layer]) for m in own) / len(own), abs=1e-3)
+
+
+@pytest.mark.parametrize(("read", "said"), [((1, 3, 5), "Counted in 3 of 5 rounds."), ((1, 2, 3, 4, 5), None)])
+def test_trained_layers_by_client_say_of_how_many_rounds_they_are(read, said):
+    """Of a long run only every second, fourth, … round is read. Round 0, the initial model, has no layers."""
+    records = [(number, {"clients": names(0), "masks": np.ones((1, 2), bool)}) for number in read]
+    figures = {figure.key: figure for figure in method_figures(records, [RoundRecord(round=n) for n in range(6)])}
+    caption = figures["layers-clients"].caption
+    assert said in caption if said else "Counted" not in caption
 
 
 def test_the_drift_of_fedfrozens_blocks_is_drawn(run):

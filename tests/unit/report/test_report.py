@@ -437,6 +437,23 @@ def test_a_run_that_ended_early_says_so(tmp_path):
     assert "This run ended after round 2 of 20." in page.text
 
 
+@pytest.mark.parametrize("planned", [3, 20])
+def test_a_run_that_failed_says_in_which_round_and_why(tmp_path, planned):
+    """The line of the round that failed is the last one, and this round has not ended, also if it is the last."""
+    failed = metrics_line(3, clients_replied=0, accuracy=None, loss=None, train_loss=None)
+    reason = "round 3 got fewer than min_replies=2 good replies in 3 attempts. <b>site-1</b>: no memory left"
+    lines, config = [metrics_line(1), metrics_line(2), failed], {**CONFIG, "num-server-rounds": planned}
+    page = report(tmp_path, lines, config, stopped_by=reason)
+    assert f"This run failed in round 3: {reason}" in page.text and "b" not in page.texts
+    assert f"This run ended after round 2 of {planned}." in page.text
+    assert page.headlines["Rounds"] == ("2", f"of {planned} planned")
+
+
+def test_a_run_that_did_not_fail_does_not_say_so(tmp_path, page):
+    early = report(tmp_path, [metrics_line(1)])
+    assert "failed" not in page.text and "failed" not in early.text
+
+
 def test_a_run_that_has_only_begun_has_an_honest_report(tmp_path):
     page = report(tmp_path, [], summary=False)
     assert page.figures == {}

@@ -239,7 +239,7 @@ def test_a_run_without_merges_that_count_ends_with_what_was_learned(monkeypatch)
         return finish(merger)
 
     monkeypatch.setattr(ModelMerger, "finish", damaged)
-    with pytest.raises(RoundFailed, match=r"round 5 got fewer .* cannot be computed") as failed:
+    with pytest.raises(RoundFailed, match=r"round 5 got no merge that counts .* cannot be computed") as failed:
         run(start(), figures(), rounds=9)
     assert_learned({"w": failed.value.result.arrays["w"].numpy()}, 2)
 

@@ -18,7 +18,7 @@ from tepal.records.columns import bytes_text
 from tepal.records.round_record import BINS, RoundRecord
 from tepal.records.run_directory import BLOCKS, CLIENTS, METRICS, NOW, RunDirectory, held
 from tepal.report.run_page import write_report
-from tepal.tools.dashboard import watched
+from tepal.tools.dashboard import app, watched
 from tepal.tools.dashboard.app import COOKIE, _listening, dashboard
 from tepal.tools.dashboard.watched import CLIENT_COLUMNS, Sent, WatchedFolder, WatchedRun
 from tests.comparisons import comparison_in, continue_run, finish, leave_run
@@ -383,6 +383,31 @@ def test_a_file_that_cannot_be_read_is_said_and_the_rest_is_shown(runs, at_once)
     assert parts["clients"]["rows"][0][0] == "site-1"
     (path / NOW).write_text('["of another kind"]')
     assert "now.json is damaged" in parts_of(path)["problems"]["html"]
+
+
+def test_an_error_that_has_passed_is_no_longer_shown(monkeypatch):
+    """On the page of a run the notice of damaged files is in the same place, and is sent again."""
+    monkeypatch.setattr(app, "_LOOK", 0.0)
+    found = iter([OSError("the disk is away"), OSError("the disk is away"), ["a part"], ["another"]])
+    sent_before = []
+
+    def changes(sent):
+        sent_before.append(dict(sent))
+        answer = next(found)
+        if isinstance(answer, OSError):
+            raise answer
+        sent["problems"] = 1
+        return answer
+
+    async def read(events):
+        stream = app._events(changes).body_iterator
+        return [await anext(stream) for _ in range(events)]
+
+    problems, gone, first, second = asyncio.run(read(4))
+    shown = [json.loads(event.removeprefix("data: ")) for event in (problems, gone)]
+    assert shown == [{"id": "problems", "kind": "text", "text": text} for text in ("the disk is away", "")]
+    assert (first, second) == ("data: a part\n\n", "data: another\n\n")
+    assert sent_before[-1] == {}
 
 
 def test_a_folder_is_listed_anew_when_a_run_appears(runs, at_once, monkeypatch):
