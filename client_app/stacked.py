@@ -135,6 +135,8 @@ def _hindrance(model: nn.Module, config: TrainingConfig) -> str:
         return "the model's normalisation layers keep running statistics"
     if any(map(frozen_rows, model.parameters())):
         return "a part of a tensor is frozen (a fused projection)"
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return "all entries are frozen"
     return ""
 
 

@@ -139,7 +139,7 @@ def fit(
     task: Task = tasks.IMAGES,
     correct: Callable[[], None] = lambda: None,
 ) -> Fitted:
-    """Train a model in place for `local_steps` steps, or `local_epochs` epochs.
+    """Train a model in place for `local_steps` steps, or `local_epochs` epochs; if all is frozen, score it alone.
 
     Args:
         model: on the batches' device; entries with `requires_grad` False are not trained.
@@ -156,6 +156,8 @@ def fit(
         FloatingPointError: the loss is NaN or infinite.
     """
     trained = list(trained_parameters(model).values())
+    if not trained:  # the plan freezes all
+        return Fitted(0, score(model, batches.inputs, batches.labels, config, task).loss)
     optimizer = optimizer_for(trained, config)
     # Only float16 gradients need one, and its calls take a tenth of a small model's step.
     scaler = torch.amp.GradScaler(batches.labels.device.type) if config.autocast == "fp16" else None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
 from tepal.exchange.plan import INNER_RATE, INNER_STEPS, LAMBDA, OUTER_STEP, PFEDME
-from tepal.training.loop import Batch, descend, trained_parameters
+from tepal.training.loop import Batch, clip, descend, trained_parameters
 
 
 class PFedMeObjective(Objective):
@@ -35,6 +35,9 @@ class PFedMeObjective(Objective):
             batch = next(stream)
             for _ in range(inner_steps):
                 loss, g = work.gradient(theta, batch)
+                for parameter, direction in zip(theta, g, strict=True):
+                    parameter.grad = direction
+                clip(theta, work.config)
                 with torch.no_grad():
                     for parameter, anchor, direction in zip(theta, w, g, strict=True):
                         parameter.sub_(direction + penalty * (parameter - anchor), alpha=rate)
@@ -43,7 +46,13 @@ class PFedMeObjective(Objective):
                     anchor.sub_(anchor - parameter, alpha=outer_step)
             return loss
 
-        fitted = descend(work.model, work.batches, work.config, step)
+        try:
+            fitted = descend(work.model, work.batches, work.config, step)
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"local training diverged with pfedme.inner-learning-rate={rate:g} and pfedme.lambda={penalty:g}: "
+                "lower the inner learning rate, or set clip-norm"
+            ) from error
         personal = work.read()
         with torch.no_grad():
             for parameter, anchor in zip(theta, w, strict=True):

@@ -296,6 +296,17 @@ def _method_warnings(config: RunConfig) -> list[str]:
             f"strategy='scaffold' with momentum={config.training.momentum:g}: the control variates are mean gradients "
             "under plain SGD only, so this is not the paper's method."
         ]
+    by_loss = rounds.strategy == "fedensemble" and config.fedensemble.assign == "highest-loss"
+    if by_loss and not config.training.score_in_training:
+        return [
+            "fedensemble.assign='highest-loss' with score-in-training=false: the modes' losses are measured as clients "
+            "train, so no client has any, and all train the modes by the schedule."
+        ]
+    if rounds.strategy == "pfedme" and config.training.momentum:
+        return [
+            f"strategy='pfedme' with momentum={config.training.momentum:g}: its steps are of plain gradient descent, "
+            "which has none."
+        ]
     if rounds.strategy == "pfedme" and (step := _outer_step(config)) > 1:
         return [
             f"learning-rate={config.training.learning_rate:g} times pfedme.lambda={config.pfedme.lam:g} is {step:g}: "

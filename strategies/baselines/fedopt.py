@@ -56,7 +56,7 @@ _ROUNDING = 1 + 1e-3  # norms that exceed the limit by rounding errors do not ex
 
 @dataclass(frozen=True)
 class OptimizerState(ModelState):
-    """A global model, and the moments m and v for each parameter; None before the first round."""
+    """A global model, and the moments m and v for each parameter, in float32 or wider; None before the first round."""
 
     first: Arrays | None = None
     second: Arrays | None = None
@@ -112,15 +112,16 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
         share, norms = self._limited(entries) if self._method.limits_delta else (1.0, ())
         for name in self._method._parameters:
             w = state.entries[name]
-            delta = entries[name] - w
+            wide = np.result_type(w.dtype, np.float32)  # squares of changes are too small for float16
+            delta = np.subtract(entries[name], w, dtype=wide)
             if share < 1:
                 delta = delta * share
             change, m, v = self._method.step(delta, first.get(name), second.get(name))
             # Arithmetic on arrays without dimensions gives numpy's scalars, which no state can have.
             entries[name] = np.asarray(w + change, dtype=w.dtype)
-            first[name] = np.asarray(m, dtype=w.dtype)
+            first[name] = np.asarray(m, dtype=wide)
             if v is not None:
-                second[name] = np.asarray(v, dtype=w.dtype)
+                second[name] = np.asarray(v, dtype=wide)
         return self._next_state(entries, first=first, second=second, norms=norms)
 
     def _limited(self, entries: Arrays) -> tuple[float, tuple[float, ...]]:

@@ -49,6 +49,37 @@ def test_settings_of_a_client_with_which_a_method_is_wrong_are_refused(name):
             fit(gradient_checkpointing=True)
 
 
+def pfedme(model, inputs, labels, rate, **settings):
+    options = {plan.LAMBDA: 1.5, plan.INNER_RATE: rate, plan.INNER_STEPS: 1, plan.OUTER_STEP: 0.25}
+    config = TrainingConfig(optimizer="sgd", learning_rate=0.1, **settings)
+    return find(plan.PFEDME).fit(
+        Work(model, Batches(inputs, labels, len(inputs), 0), config, layout=layout_of(model), options=options)
+    )
+
+
+def test_pfedme_clips_the_gradients_of_its_inner_steps():
+    """One inner step from w has no proximal term: θ = w − rate·g·min(1, c/‖g‖), and then w ← w − s(w − θ)."""
+    torch.manual_seed(0)
+    model, inputs, labels = nn.Linear(4, 3), torch.randn(20, 4) * 5, torch.randint(0, 3, (20,))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    gradients = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), labels), list(model.parameters()))
+    norm = torch.cat([each.flatten() for each in gradients]).norm()
+    assert norm > 0.3
+    outcome = pfedme(model, inputs, labels, 0.2, local_steps=1, clip_norm=0.3)
+    for (name, theta), w, g, after in zip(
+        outcome.personal.items(), before, gradients, model.parameters(), strict=True
+    ):
+        expected = w - 0.2 * 0.3 / norm * g
+        np.testing.assert_allclose(theta, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+        torch.testing.assert_close(after.detach(), w - 0.25 * (w - expected))
+
+
+def test_pfedme_that_diverges_names_its_own_rate():
+    model, inputs, labels = nn.Linear(4, 3), torch.randn(20, 4), torch.randint(0, 3, (20,))
+    with pytest.raises(FloatingPointError, match=r"pfedme\.inner-learning-rate=1e\+06 and pfedme\.lambda=1\.5: lower"):
+        pfedme(model, inputs, labels, 1e6, local_steps=30)
+
+
 def test_apfls_personal_model_has_the_statistics_with_which_it_was_trained():
     """Parameters are mixed; running statistics are those of the mixture already."""
     torch.manual_seed(0)

@@ -202,6 +202,25 @@ def test_steps_of_pfedme_that_go_beyond_their_target_are_a_warning(caplog):
     assert "goes beyond θ. Lower learning-rate, lower pfedme.lambda, or set pfedme.outer-step" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"strategy": "pfedme", "momentum": 0.9, "optimizer": "sgd"}, "strategy='pfedme' with momentum=0.9: its steps"),
+        (
+            {"strategy": "fedensemble", "fedensemble.assign": "highest-loss", "score-in-training": False},
+            "fedensemble.assign='highest-loss' with score-in-training=false: the modes' losses",
+        ),
+    ],
+)
+def test_a_key_of_a_method_without_effect_is_a_warning(values, said, caplog):
+    with caplog.at_level("WARNING", logger="flwr"):
+        read_run_config(values)
+        assert said in caplog.text
+        caplog.clear()
+        read_run_config({**values, "momentum": 0.0, "score-in-training": True})
+        assert "pfedme" not in caplog.text and "fedensemble" not in caplog.text
+
+
 @pytest.mark.parametrize("robust", ["none", "clip", "median"])
 @pytest.mark.parametrize("strategy", ["scaffold", "feddyn", "fedavg"])
 def test_corrections_that_the_server_merges_in_part_are_a_warning(strategy, robust, caplog):

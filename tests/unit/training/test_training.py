@@ -68,6 +68,16 @@ def test_plain_sgd_takes_the_steps_of_gradient_descent():
         torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_that_is_frozen_as_a_whole_is_scored_and_does_not_change():
+    """As for a client whose budget no layer fits, of a model without a head."""
+    model, data = linear().requires_grad_(False), Batches(*examples(), 5, 0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fitted = fit(model, data, config(**{"local-epochs": 2, "optimizer": "adamw"}))
+    loss = nn.functional.cross_entropy(model(data.inputs), data.labels)
+    assert fitted.steps == 0 and fitted.step_seconds == 0 and fitted.loss == pytest.approx(float(loss), rel=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_a_penalty_adds_its_gradient():
     """One step with (λ/2)‖w‖² is one step without it, minus ηλw."""
     plain, ridged, data = linear(), linear(), Batches(*examples(), 100, 0)

@@ -220,3 +220,28 @@ def test_a_parameter_without_dimensions_is_trained_and_saved(strategy, tmp_path)
     assert arrays["temperature"].shape == () and 0.5 < arrays["temperature"] < 1.5
     state = Checkpoints(tmp_path).latest().state
     assert {type(state.entries["temperature"]), type(state.first["temperature"])} == {np.ndarray}
+
+
+@pytest.mark.parametrize("tau", [1e-3, 1e-8])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_moments_of_a_half_precision_model_are_not_in_half_precision(name, tau):
+    """Squares of changes of 3e-4 are below the least float16, and so is τ² of these two."""
+    method = {
+        "adagrad": FedAdagradMethod(0.01, B1, 0.0, tau), "adam": FedAdamMethod(0.01, B1, B2, tau),
+        "yogi": FedYogiMethod(0.01, B1, B2, tau),
+    }[name]  # fmt: skip
+    start = {"w": np.zeros(4, np.float16)}
+    model = ServerModel("model", Layout.of_arrays(start), (start,), None)
+    state, v = method.init(model, Run(mean=mean_factory("none", 0.2, 0, None))), np.full(4, tau**2)
+    change = np.array([3e-4, 3e-4, -3e-4, 0.0], np.float16)
+    for _ in range(50):
+        part = {"w": state.entries["w"] + change}
+        merger = method.merger(state, 1)
+        squares = {"w": float((change.astype(np.float64) ** 2).sum())}
+        merger.add(Reply(client="c", parts={MODEL: part}, examples=1, metrics={}, squares={MODEL: squares}))
+        delta = part["w"].astype(np.float64) - state.entries["w"]
+        v = SECOND[name](v, delta)
+        state = merger.finish()
+    assert state.entries["w"].dtype == np.float16 and state.second["w"].dtype == state.first["w"].dtype == np.float32
+    assert np.isfinite(state.entries["w"]).all() and state.entries["w"][3] == 0
+    np.testing.assert_allclose(state.second["w"], v, rtol=1e-4)
