@@ -16,7 +16,7 @@ from torch import nn
 from tepal.host.superlink import RunError
 from tepal.host.toml import Value
 from tepal.server_app.config import ConfigError, RunConfig, defaults, open_run
-from tepal.tools.api.comparing import Compared, compared
+from tepal.tools.api.comparing import NOT_OF_RUNS, Compared, compared
 from tepal.tools.api.given import data_settings, model_name, takes_seed
 from tepal.tools.api.own_training import Train, check_own_training, client_app
 from tepal.tools.api.run import Run, load
@@ -31,9 +31,8 @@ __all__ = ["Compared", "ConfigError", "Run", "RunError", "Train", "compare", "lo
 Model = str | Path | nn.Module | Callable[..., nn.Module]
 _CLIENTS, _ROUNDS = 10, 20
 _NOT_OF_COMPARISONS = {
-    "seed": "a comparison has seeds=[…]",
+    **NOT_OF_RUNS,
     "strategy": "a comparison has strategies, its first argument",
-    "resume": "resume a comparison with `tepal compare --resume FOLDER`",
     "train": "own training is for `simulate` alone",
 }
 

@@ -29,13 +29,21 @@ from tepal.tools.compare.plan import OWN_KEYS
 from tepal.tools.compare.runs import check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
 from tepal.tools.compare.sections import NAME, Section, Variant
 from tepal.tools.compare.target import target_value
-from tepal.tools.simulation.running import cache_in, check_clients, run_once
+from tepal.tools.simulation.running import cache_in, check_clients, check_parts, run_once
 from tepal.tools.simulation.this_process import ThisProcess
 from tepal.tools.terminal import RoundProgress
 
 if TYPE_CHECKING:
     import pandas
     from plotly.graph_objects import Figure
+
+NOT_OF_RUNS = {
+    "seed": "a comparison has seeds=[…]",
+    "resume": "resume a comparison with `tepal compare --resume FOLDER`",
+}
+"""Keys that differ between the runs of a comparison, and what to give instead."""
+_NOT_OF_VARIANTS = {**NOT_OF_RUNS, "runs": "all runs are in one folder: give runs=… to the comparison"}
+assert {*_NOT_OF_VARIANTS, "strategy"} == set(OWN_KEYS)
 
 
 @dataclass(frozen=True)
@@ -140,7 +148,9 @@ def compared(
     except ValueError as error:
         raise ConfigError(f"target is {target!r}: {error}") from error
     comparison = Comparison(Path(str(config["runs"])), runs, common, clients, target=score, sections=sections)
-    check(comparison, lambda one: check_clients(one, clients), warn=False)  # each run shows its own
+    check(  # each run shows its own warnings
+        comparison, lambda one: check_clients(one, clients), lambda one: check_parts(one, clients), warn=False
+    )
     try:
         check_tasks(comparison)
     except ConfigError as error:
@@ -169,6 +179,12 @@ def _variants(
     for number, each in enumerate(what, start=1):
         options = {"name": each, "strategy": each} if isinstance(each, str) else dict(each)
         name, strategy = options.pop("name", options.get("strategy")), options.get("strategy")
+        config = keys(options)
+        wrong += [
+            f"variant {number}: {key}={config[key]!r}: {remedy}"
+            for key, remedy in _NOT_OF_VARIANTS.items()
+            if key in config
+        ]
         if not isinstance(strategy, str):
             wrong.append(f"variant {number}: strategy is {strategy!r}, expected the name of one, such as 'fedavg'")
         elif not isinstance(name, str) or not NAME.fullmatch(name):
@@ -176,7 +192,7 @@ def _variants(
         elif name in (variant.name for variant in found):
             wrong.append(f"variant {number}: a second variant has the name {name!r}: give each its own")
         else:
-            found.append(Variant(name, keys(options)))
+            found.append(Variant(name, config))
     if wrong:
         raise ConfigError("\n".join(wrong))
     return found

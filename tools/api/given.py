@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,8 @@ def data_settings(data: Any, folder: Path) -> tuple[dict[str, Value], int | None
 
     Raises:
         TypeError: for another object.
-        ValueError: inputs and labels have different lengths, or clients have inputs of different shapes.
+        ValueError: inputs and labels have different lengths, clients have inputs of different shapes, or the columns of
+            a stream are not known.
     """
     if isinstance(data, str | Path):
         return {"dataset": str(data)}, None
@@ -176,19 +178,40 @@ def _task(inputs: NDArray[Any], labels: NDArray[Any]) -> str:
 
 
 def _hugging_face(data: Any, folder: Path) -> dict[str, Value]:
-    """Write a dataset of Hugging Face as parquet; columns are found by their usual names."""
-    digest = getattr(data, "_fingerprint", None) or hashlib.blake2b(repr(data).encode(), digest_size=8).hexdigest()
-    file = folder / f"{digest}.parquet"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as partial:
-            data.to_parquet(str(partial))
-    found = {
-        key: name for key, usual in _COLUMNS.items() if (name := next((n for n in usual if n in data.column_names), ""))
-    }
+    """Write a dataset of Hugging Face as parquet; columns are found by their usual names.
+
+    Raises ValueError for a stream whose columns are not known.
+    """
+    names = data.column_names
+    if names is None:
+        raise ValueError(
+            f"data: the columns of this {type(data).__name__} are not known before it is read: give its features where "
+            "it is made, or give datasets.Dataset.from_list(list(data))"
+        )
+    found = {key: name for key, usual in _COLUMNS.items() if (name := next((n for n in usual if n in names), ""))}
     if "image-column" in found:
         found.pop("text-column", None)
-    return {"dataset": str(file), **found}
+    folder.mkdir(parents=True, exist_ok=True)
+    return {"dataset": str(_parquet(data, folder)), **found}
+
+
+def _parquet(data: Any, folder: Path) -> Path:
+    """Return the file with this dataset of Hugging Face, which is written unless it is there."""
+    if fingerprint := getattr(data, "_fingerprint", None):
+        file = folder / f"{fingerprint}.parquet"
+        if not file.exists():
+            with replacing(file) as partial:
+                data.to_parquet(str(partial))
+        return file
+    with TemporaryDirectory(prefix=".writing-", dir=folder) as beside:  # a stream: its content names it
+        written = Path(beside) / "data.parquet"
+        data.to_parquet(str(written))
+        with written.open("rb") as stream:
+            digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=12)).hexdigest()
+        file = folder / f"{digest}.parquet"
+        if not file.exists():  # a new time of it would be a change for runs that read it
+            written.replace(file)
+    return file
 
 
 def takes_seed(model: str | Path | nn.Module | Callable[..., nn.Module]) -> bool:

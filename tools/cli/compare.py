@@ -35,7 +35,7 @@ from tepal.tools.compare.variants import VariantsFile, read_variants
 from tepal.tools.own_app import is_own_app
 from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 from tepal.tools.simulation.engines import AUTO, engine_for
-from tepal.tools.simulation.running import cache_in, check_clients, run_once
+from tepal.tools.simulation.running import cache_in, check_clients, check_parts, run_once
 from tepal.tools.terminal import RoundProgress
 
 app = commands("compare")
@@ -126,7 +126,10 @@ def compare_command(
         with runner_for(ray, comparison.engine, app, engine_for, asked=engine, **resources) as simulated:  # of all runs
             simulated.start_ahead(sum(run.outcome != "finished" for run in comparison.runs))
             where = "" if variants is None else f"{variants}: "
-            check(comparison, lambda config: check_clients(config, comparison.clients, here=simulated.here), where)
+            check(
+                comparison, lambda config: check_clients(config, comparison.clients, here=simulated.here),
+                lambda config: check_parts(config, comparison.clients), where,
+            )  # fmt: skip
             check_tasks(comparison)
             if resume is None:
                 comparison.folder = new_folder(comparison.folder)

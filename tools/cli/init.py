@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -21,11 +22,13 @@ def init_command(
 
     It runs as it is, simulated or deployed.
     """
+    folder = folder.expanduser()
     with reported():
-        files = write_app(folder.expanduser())
+        files = write_app(folder)
     for file in files:
         typer.echo(f"  {file}")
     typer.echo(
-        f"Run it on this machine:\n  cd {folder}\n  tepal simulate . --clients 3\n  tepal loopback . --clients 3\n"
+        f"Run it on this machine:\n  cd {shlex.quote(str(folder))}\n"
+        "  tepal simulate . --clients 3\n  tepal loopback . --clients 3\n"
         "  FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1 flwr run . --stream"
     )

@@ -323,7 +323,7 @@ def _unregister(server: ServerFolder, name: str, superlink: str | None, folder: 
         _print_warning(
             f"THE KEY IS NOT UNREGISTERED: {error}. A running SuperLink still accepts it. A server that reads this "
             "folder unregisters it within seconds or at its start. Or run, on the SuperLink's machine: "
-            f"tepal provision register {folder}"
+            f"tepal provision register {shlex.quote(str(folder))}"
         )
         if superlink is not None:  # an address that was given must answer
             raise typer.Exit(1) from error
@@ -337,13 +337,14 @@ def _unregister(server: ServerFolder, name: str, superlink: str | None, folder: 
 def _register_hint(folder: Path) -> str:
     return (
         "A server that reads this folder, or its copy of server/, registers the change within seconds or at its start. "
-        f"Or run, on the SuperLink's machine: tepal provision register {folder}"
+        f"Or run, on the SuperLink's machine: tepal provision register {shlex.quote(str(folder))}"
     )
 
 
 def _print_sites(made: Provisioned, names: list[str]) -> None:
     for name in names:
-        path, how = made.unpacked(name), f"Then: tepal node --site {made.unpacked(name)}"
+        path = made.unpacked(name)
+        how = f"Then: tepal node --site {shlex.quote(str(path))}"
         if made.archive(name).exists():
             path, how = made.archive(name), f"There: tar -xzf {name}.tar.gz; then tepal node --site {name}"
         typer.echo(f"{path}: for {name} only, because anyone who has it can connect as {name}. {how}")

@@ -27,7 +27,7 @@ from tepal.tools.cli.running import (
 )
 from tepal.tools.simulation.engine import Engine
 from tepal.tools.simulation.engines import AUTO, engine_for
-from tepal.tools.simulation.running import cache_of, check_clients, clients_of
+from tepal.tools.simulation.running import cache_of, check_clients, clients_of, forget_data
 
 app = commands("simulate")
 
@@ -66,12 +66,14 @@ def simulate_command(
         from tepal.server_app.config import open_run
         from tepal.tools.paths import given_run_config, has_our_keys, usual_run_config
 
-        given = given_run_config(run_config or [])
         ours = has_our_keys(app)
+        # The keys of another app are its own: they may have the names of Tepal's, and be no paths.
+        given = given_run_config(run_config or []) if ours else parse_run_config(run_config or [])
         if ours:
             config, _ = open_run({**usual_run_config(app), **given}, simulated.clients, given=given)
             check_clients(config, simulated.clients, here=simulated.here)
             simulated.cache = cache_of(config)
+            forget_data()
         console.print(simulated.description, markup=False, highlight=False, soft_wrap=True)
         if ours:
             run_and_show(simulated, config, console, verbose)
@@ -109,12 +111,12 @@ def loopback_command(
     console = Console()
     with reported(RunError):
         clients = clients or _resumed(run_config) or 3
-        given = given_run_config(run_config or [])
         node_configs = [with_absolute_paths(parse_run_config([text])) for text in node_config or []]
         if not has_our_keys(app):
             with LoopbackEngine(app, clients, node_configs) as engine:
-                run_other(engine, given, console)
+                run_other(engine, parse_run_config(run_config or []), console)
             return
+        given = given_run_config(run_config or [])
         config, _ = open_run({**usual_run_config(app), **given}, clients, given=given)
         if config.clients and node_configs:
             raise ConfigError(
@@ -122,5 +124,6 @@ def loopback_command(
                 "write them there, and leave out client.…"
             )
         check_clients(config, clients, parts=not node_configs)
+        forget_data()
         with LoopbackEngine(app, clients, node_configs, cache=cache_of(config)) as engine:
             run_and_show(engine, config, console, verbose)

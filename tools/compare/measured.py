@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from tepal.host.toml import Value
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import ACCURACY, Measure, current_summary, read_metrics, summarise, total
+from tepal.records.run_directory import (
+    ACCURACY,
+    Measure,
+    current_summary,
+    read_config,
+    read_metrics,
+    summarise,
+    total,
+)
 from tepal.report.round_figures import TEST_DATA, transferred
 from tepal.tools.compare.doubt import doubt_figures
 from tepal.tools.compare.plan import ComparedRun
@@ -21,6 +30,13 @@ TO_TARGET = (
 )  # fmt: skip
 """The figures up to the first round that reached the target: payload bytes of all clients, both ways and each way, the
 bytes of their manifests and headers, rounds, and the seconds of these rounds."""
+
+CHANGEABLE = (
+    "num-server-rounds", "min-clients", "min-replies", "max-replies", "round-timeout", "fraction-evaluate",
+    "evaluate-every", "patience", "min-improvement", "foreign-images",
+)  # fmt: skip
+"""Keys on which results depend, of those that a run may change when it is resumed without its comparison. All of those
+are in `tepal.server_app.config.reading`, which takes a second to import."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +67,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run of a comparison with its rounds and its summary so far; `by`: the measure of all runs."""
+    """A run of a comparison with its rounds and its summary so far.
+
+    `by`: the measure of all runs; `changed`: of `CHANGEABLE`, those in which it differs from its comparison.
+    """
 
     run: ComparedRun
     metrics: Sequence[RoundRecord]
     summary: Mapping[str, Any]
     by: Measure = ACCURACY
+    changed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def server_score(self) -> float | None:
@@ -166,7 +186,17 @@ class Measured:
 
 
 def measured(run: ComparedRun, config: Mapping[str, Value]) -> Measured:
-    """Read the rounds and the summary of a run, as far as they are written."""
+    """Read the rounds and the summary of a run, as far as they are written. `config`: as its comparison has it."""
     metrics = read_metrics(run.directory) if run.directory else []
     written = current_summary(run.directory) if run.directory else None
-    return Measured(run, metrics, {**summarise(metrics, config), **(written or {})})
+    summary = {**summarise(metrics, config), **(written or {})}
+    return Measured(run, metrics, summary, changed=_changed(run, config))
+
+
+def _changed(run: ComparedRun, config: Mapping[str, Value]) -> dict[str, Any]:
+    own: Mapping[str, Any] = {}
+    if run.directory is not None:
+        with suppress(OSError, ValueError):  # its figures can be read all the same
+            own = read_config(run.directory)
+    both = (key for key in CHANGEABLE if key in own and key in config)
+    return {key: own[key] for key in both if own[key] != config[key]}

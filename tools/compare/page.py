@@ -25,6 +25,7 @@ from tepal.tools.compare.sections import value_text
 from tepal.tools.compare.tables import (
     about_seeds,
     about_target,
+    changed_settings,
     group_notes,
     headline,
     how_it_ended,
@@ -55,7 +56,7 @@ def comparison_page(results: Results, above: str = "") -> str:
         above=Markup(above),
         heading=_heading(comparison),
         comparison=comparison,
-        unfinished=[how_it_ended(results, each) for each in results.unfinished],
+        notices=[*(how_it_ended(results, each) for each in results.unfinished), *changed_settings(results)],
         groups=groups,
         titled=any(section.title for section in comparison.sections),
         noun=noun(comparison),

@@ -102,27 +102,38 @@ def seed_numbers(text: str) -> list[int]:
     return seeds
 
 
-def check(comparison: Comparison, check_one: Check, where: str = "", *, warn: bool = True) -> None:
+def check(
+    comparison: Comparison, check_one: Check, check_seed: Check, where: str = "", *, warn: bool = True
+) -> None:
     """Check that all unfinished runs can be run. Raises ConfigError with the problems of all strategies or variants.
 
     Args:
         comparison: whose runs are checked.
-        check_one: what else is checked of a run.
+        check_one: what else is checked of the first run of each strategy or variant.
+        check_seed: what else is checked of its runs with other seeds.
         where: what names the variants file, before each problem.
         warn: as of `read_run_config`.
     """
-    unfinished = {comparison.place(run): run for run in comparison.runs if run.outcome != "finished"}
-    wrong: dict[str, list[str]] = {}
-    for place, run in unfinished.items():
+    good: dict[str, bool] = {}  # by place, whether its first run can be run
+    wrong: dict[tuple[str, str], list[str]] = {}  # problem, and of which seed: the places that have it
+    for run in comparison.runs:
+        place = comparison.place(run)
+        if run.outcome == "finished" or not good.get(place, True):
+            continue
+        first = place not in good
         try:
-            check_one(read_run_config(comparison.config_of(run), comparison.clients, warn=warn))
+            config = read_run_config(comparison.config_of(run), comparison.clients, warn=warn and first)
+            (check_one if first else check_seed)(config)
+            good[place] = True
         except ConfigError as error:
-            wrong.setdefault(str(error), []).append(place)
+            good[place] = not first
+            wrong.setdefault((str(error), "" if first else f" with seed {run.seed}"), []).append(place)
     if wrong:
         # A problem of all of them is reported once, without their names.
-        every = "all variants: " if len(unfinished) > 1 and not comparison.of_strategies else ""
-        names = (every if found == list(unfinished) else f"{_some(found)}: " for found in wrong.values())
-        raise ConfigError("\n".join(f"{where}{name}{text}" for name, text in zip(names, wrong, strict=True)))
+        every = "all variants" if len(good) > 1 and not comparison.of_strategies else ""
+        named = ((every if len(found) == len(good) else _some(found)) + seed for (_, seed), found in wrong.items())
+        heads = (f"{name.strip()}: " if name else "" for name in named)
+        raise ConfigError("\n".join(f"{where}{head}{text}" for head, (text, _) in zip(heads, wrong, strict=True)))
 
 
 _MOST_PLACES = 8  # of a grid, whose problems name the key and its value too
@@ -275,13 +286,16 @@ def _in_turn(
 ) -> None:
     rounds = [int(comparison.settings_of(run)["num-server-rounds"]) for run in todo]
     time_left = TimeLeft(len(todo), max(rounds, default=0), of_each=rounds)
-    for run in todo:
+    for number, run in enumerate(todo):
+        ended = False
         try:
             _run_one(comparison, run, start, time_left, console, errors)
+            ended = True
             files.write()
         except BaseException:
-            if run.outcome != "finished":
-                run.outcome, run.reason = "stopped", ""
+            left = todo[number + 1 :] if ended or run.outcome == "finished" else todo[number:]
+            if left:
+                left[0].outcome, left[0].reason = "stopped", ""
             raise
 
 

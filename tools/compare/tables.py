@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 
 from rich import box
@@ -94,14 +95,29 @@ def _without(seeds: Sequence[int], of: str) -> str:
 
 def how_it_ended(group: Group, measured: Measured) -> str:
     """The state of an unfinished run, with the reason if it failed."""
-    run, planned = measured.run, group.comparison.settings_of(measured.run).get("num-server-rounds")
+    run = measured.run
+    planned = {**group.comparison.settings_of(run), **measured.changed}.get("num-server-rounds")
     after = f" after round {measured.summary.get('rounds')} of {planned}" if run.directory and planned else ""
     return f"{group.comparison.name(run)}: {run.outcome}{after}{f': {run.reason}' if run.reason else ''}"
 
 
+def changed_settings(results: Results) -> list[str]:
+    """A sentence on each run that was resumed without its comparison, with other settings."""
+    comparison, said = results.comparison, []
+    for each in results.runs:
+        planned = comparison.settings_of(each.run)
+        changes = (
+            f"{key}={value_text(value)} (the comparison has {value_text(planned[key])})"
+            for key, value in each.changed.items()
+        )
+        if each.changed:
+            said.append(f"{comparison.name(each.run)}: it was resumed with other settings: {', '.join(changes)}")
+    return said
+
+
 def notes(results: Results) -> list[str]:
     """The notes below the last table: on runs, on the only section if it has no title, and on seeds."""
-    notes = [how_it_ended(results, each) for each in results.unfinished]
+    notes = [*(how_it_ended(results, each) for each in results.unfinished), *changed_settings(results)]
     notes += [
         f"{result.label}: {result.outcome}; its figures are of the finished runs"
         for result in results.variants
@@ -138,7 +154,7 @@ def setting(results: Results) -> str:
 
 def resume_command(comparison: Comparison, options: str = "") -> str:
     """The command that goes on with a comparison; `options`: of the engine, as `Runner.options`."""
-    return f"tepal compare --resume {comparison.folder} {options}".rstrip()
+    return f"tepal compare --resume {shlex.quote(str(comparison.folder))} {options}".rstrip()
 
 
 def comparison_table(results: Results, options: str = "") -> Parts:

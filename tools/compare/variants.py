@@ -122,9 +122,10 @@ class _Reader:
         return VariantsFile(tuple(sections), common, tuple(seeds), clients, target, vary)
 
     def _seeds(self, seeds: Any) -> list[int]:
-        whole = isinstance(seeds, list) and all(type(seed) is int and seed >= 0 for seed in seeds)
+        whole = isinstance(seeds, list) and all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds)
         if not whole or len(set(seeds)) < len(seeds):
-            self.problems.append(f"seeds={seeds!r}: expected different whole numbers of at least 0, such as [1, 2, 3]")
+            expected = f"different whole numbers of 0 to {2**32 - 1}, such as [1, 2, 3]"
+            self.problems.append(f"seeds={seeds!r}: expected {expected}")
             return []
         return seeds
 

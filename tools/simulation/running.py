@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -40,18 +41,12 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True, here: 
     # Imported here: torch takes seconds.
     from tepal.server_app.config import ConfigError
     from tepal.server_app.run import build_model, build_strategy
-    from tepal.training.data import DataError, check_partition
-    from tepal.training.data.inputs import examples_of
 
     _, blocks = build_model(config)
     needed = build_strategy(config, blocks).rules.needed
     problems = [*_own_problems(config, here)]
-    kept = clients_of(config.rounds.resume)
-    if parts and kept not in (None, clients):
-        problems.append(
-            f"--clients is {clients}, and the run in {config.rounds.resume} has {kept} clients, among which its data "
-            f"is divided: give --clients {kept}, or leave it out"
-        )
+    if parts and (problem := _other_number(config, clients)):
+        problems.append(problem)
     elif needed > clients:
         rounds, said = config.rounds, ""
         if rounds.strategy == "fedensemble":
@@ -60,13 +55,49 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True, here: 
             f"--clients is {clients}, expected at least {needed} because of min-clients={rounds.min_clients}, "
             f"min-replies={rounds.min_replies}{said}"
         )
-    elif parts:
-        try:
-            check_partition(config.data, clients, examples_of(config.data))
-        except DataError as error:
-            problems.append(str(error))
+    elif parts and (problem := _no_partition(config, clients)):
+        problems.append(problem)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_parts(config: RunConfig, clients: int) -> None:
+    """Check of `check_clients` what differs between runs with different seeds. Raises ConfigError."""
+    from tepal.server_app.config import ConfigError  # torch takes seconds
+
+    if problem := _other_number(config, clients) or _no_partition(config, clients):
+        raise ConfigError(problem)
+
+
+def _other_number(config: RunConfig, clients: int) -> str:
+    """Return what is wrong with the number of clients of a run that is resumed; "" if nothing is."""
+    kept = clients_of(config.rounds.resume)
+    if kept in (None, clients):
+        return ""
+    return (
+        f"--clients is {clients}, and the run in {config.rounds.resume} has {kept} clients, among which its data "
+        f"is divided: give --clients {kept}, or leave it out"
+    )
+
+
+def _no_partition(config: RunConfig, clients: int) -> str:
+    """Return why the data cannot be divided among the clients; "" if it can."""
+    from tepal.training.data import DataError, check_partition  # torch takes seconds
+    from tepal.training.data.inputs import examples_of
+
+    try:
+        check_partition(config.data, clients, examples_of(config.data))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def forget_data() -> None:
+    """Forget the data that checks have read in this process: a run in another process reads it there."""
+    from tepal.training.data import hub, partitions, sources
+
+    for cached in (sources.load_path, sources.load_digits, hub.load_hub, partitions.divide):
+        cached.cache_clear()
 
 
 def clients_of(run: str) -> int | None:
@@ -207,5 +238,6 @@ def cache_in(runs: Path) -> Path:
 
 def resume_hint(run: Path, options: str = "") -> str:
     """Return how to resume a run with an engine's options; "" without a checkpoint."""
-    said = " ".join(filter(None, (f"Resume it with -c 'resume=\"{run}\"'", options)))
+    resume = shlex.quote(f'resume="{run}"')
+    said = " ".join(filter(None, (f"Resume it with -c {resume}", options)))
     return said if any((run / CHECKPOINTS).glob("round-*")) else ""

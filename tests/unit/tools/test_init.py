@@ -1,5 +1,6 @@
 """`tepal init`: what it writes, and the names that it refuses. tests/integration/test_own_app.py runs the app."""
 
+import shlex
 import tomllib
 
 import pathspec
@@ -33,6 +34,12 @@ def test_the_app_has_the_name_of_its_folder_everywhere(tmp_path):
         compile(text, path, "exec")
         assert NAME not in text
     assert f"cd {app}" in done.stdout and "tepal simulate ." in done.stdout
+
+
+def test_a_folder_with_spaces_is_one_word_of_its_command(tmp_path):
+    app = tmp_path / "it's mine" / "ward-7"
+    [line] = [line for line in init(app).stdout.splitlines() if line.startswith("  cd ")]
+    assert shlex.split(line) == ["cd", str(app)]
 
 
 def test_its_run_config_has_exactly_the_keys_that_it_reads():

@@ -23,6 +23,7 @@ from tepal.tools.compare.variants import read_variants
 from tepal.tools.own_app import app_folder, is_own_app, own_app
 from tepal.tools.paths import absolute_paths, files_in, given_run_config, has_our_keys, usual_run_config, with_paths
 from tepal.tools.search.plan import read_plan
+from tepal.tools.simulation.engine import Engine
 from tests.packages import ROOT
 
 FOREIGN = '[tool.flwr.app]\npublisher = "me"\n[tool.flwr.app.config]\ndata = "x.npz"\n'
@@ -166,6 +167,31 @@ def test_an_app_that_is_not_tepals_is_not_compared(here):
     (here / "pyproject.toml").write_text(FOREIGN)
     done = CliRunner().invoke(main, ["compare", "--clients", "2"])
     assert done.exit_code == 1 and "is not Tepal's own app" in done.stderr and "tepal simulate" in done.stderr
+
+
+class Idle(Engine):
+    kind = "nothing"
+
+    def start_ahead(self, runs=1):
+        pass
+
+    def _run(self, run):
+        raise AssertionError("nothing is to be run")
+
+
+@pytest.mark.parametrize("command", ["simulate", "loopback"])
+def test_another_app_gets_its_values_as_they_are_given(here, monkeypatch, command):
+    """Its keys may have the names of Tepal's, and be no paths, although there is such a folder."""
+    (here / "pyproject.toml").write_text(FOREIGN)
+    given = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("tools.cli.simulate.engine_for", "tools.deploy.loopback.LoopbackEngine"):
+        monkeypatch.setattr(f"tepal.{name}", lambda *_, **__: Idle(here, 2))
+    monkeypatch.setattr("tepal.tools.cli.simulate.run_other", lambda _engine, config, _console: given.append(config))
+    (here / "run.toml").write_text('dataset = "x.npz"\n')
+    done = CliRunner().invoke(main, [command, "--clients", "2", "-c", "model='my-bert' data='x.npz'", "-c", "run.toml"])
+    assert done.exit_code == 0, done.output
+    assert given == [{"model": "my-bert", "data": "x.npz", "dataset": "x.npz"}]
 
 
 # On a cluster ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -161,7 +162,7 @@ def made_in(folder: Path) -> tuple[Provisioned, str]:
     if missing:
         raise ProvisionError(
             f"{folder} is not a folder that `tepal provision make` wrote: it has no {some(missing)}. Make one first: "
-            f"tepal provision make {folder} --host … --site …"
+            f"tepal provision make {quote(str(folder))} --host … --site …"
         )
     settings = made.folder / SETTINGS
     try:

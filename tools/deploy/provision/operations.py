@@ -7,6 +7,7 @@ import datetime
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -120,13 +121,13 @@ def add(
         if name.casefold() in known:
             raise ProvisionError(
                 f"site {known[name.casefold()]} exists already in {made.server.nodes}, and its key is not replaced. "
-                f"For a new key: tepal provision renew {folder} --site {known[name.casefold()]}"
+                f"For a new key: tepal provision renew {quote(str(folder))} --site {known[name.casefold()]}"
             )
         if name.casefold() in revoked:
             was = revoked[name.casefold()]
             raise ProvisionError(
                 f"the key of site {was} was revoked. To authorise it again with a new key: "
-                f"tepal provision renew {folder} --site {was}"
+                f"tepal provision renew {quote(str(folder))} --site {was}"
             )
     ca = made.server.root_certificates.read_bytes()
     toml = {name: site_toml(name, superlink, node_config or {}) for name in names}
@@ -183,7 +184,7 @@ def renew_site(folder: Path, name: str, *, node_config: Mapping[str, Value] | No
     if present is None and name not in {revoked for revoked, _ in made.server.revoked_keys()}:
         raise ProvisionError(
             f"{made.folder} has no site {name}. It has: {some(list(made.server.node_keys()))}. For a new site: "
-            f"tepal provision add {folder} --site {name}"
+            f"tepal provision add {quote(str(folder))} --site {name}"
         )
     archive, unpacked = made.archive(name), made.unpacked(name)
     if node_config is None:

@@ -332,6 +332,10 @@ def test_every_combination_of_varied_values_is_run(small):
         ([{"name": "a"}, {"strategy": "fedavg", "name": "a b"}], ["variant 1: strategy", "variant 2: name"]),
         ([{"strategy": "fedavg"}, {"strategy": "fedavg"}], ["second variant has the name 'fedavg'"]),
         ([{"strategy": "fedavg", "lokal_epochs": 1}, "fedprox"], ["local-epochs"]),
+        (
+            ["fedprox", {"strategy": "fedavg", "seed": 7, "runs": "elsewhere", "resume": ""}],
+            ["variant 2: seed=7: a comparison has seeds", "variant 2: runs='elsewhere': ", "variant 2: resume='': "],
+        ),
         ([], ["expected a list"]),
     ],
 )

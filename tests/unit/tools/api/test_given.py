@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from pyarrow.parquet import read_table
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -104,6 +105,23 @@ def test_columns_of_a_dataset_of_hugging_face_are_found_by_their_usual_names(tmp
         "text-column": "sentence", "label-column": "label"
     }  # fmt: skip
     assert datasets.Dataset.from_parquet(settings["dataset"])[:] == texts[:]
+
+
+def test_a_stream_of_hugging_face_is_written_once_for_the_same_content(tmp_path):
+    def stream(labels):
+        return datasets.Dataset.from_dict({"text": ["a", "b"], "label": labels}).to_iterable_dataset()
+
+    first, same, other = (data_settings(stream(labels), tmp_path)[0] for labels in ([0, 1], [0, 1], [1, 0]))
+    assert first == same != other and len(list(tmp_path.iterdir())) == 2
+    assert read_table(other["dataset"]).to_pydict() == {"text": ["a", "b"], "label": [1, 0]}
+    assert (other["text-column"], other["label-column"]) == ("text", "label")
+
+
+def test_a_stream_whose_columns_are_not_known_is_refused(tmp_path):
+    stream = datasets.IterableDataset.from_generator(lambda: iter([{"text": "a", "label": 0}]))
+    with pytest.raises(ValueError, match=r"columns of this IterableDataset are not known.*Dataset\.from_list"):
+        data_settings(stream, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,27 @@ def test_ctrl_c_after_the_last_run_leaves_it_finished(compare, monkeypatch):
     assert compare("--strategies", "fedavg,fedacs").exit_code == 0 and outcomes(folders(compare)[0]) == ["finished"] * 2
 
 
+@pytest.mark.parametrize("first", ["finished", "failed"])
+def test_ctrl_c_between_two_runs_in_turn_stops_the_next(compare, monkeypatch, first):
+    real, written = runs.write_comparison, []
+
+    def write(comparison):
+        written.append(None)
+        if len(written) == 1:
+            raise KeyboardInterrupt
+        return real(comparison)
+
+    monkeypatch.setattr(runs, "write_comparison", write)
+    if first == "failed":
+        compare.failing["fedavg"] = RunError("no memory")
+    done = compare(*THREE)
+    (folder,) = folders(compare)
+    assert done.exit_code == 130 and outcomes(folder) == [first, "stopped", "not run"]
+    assert [run.reason for run in read_comparison(folder).runs] == ["no memory" if first == "failed" else "", "", ""]
+    compare.failing.clear()
+    assert compare("--resume", str(folder), config=None).exit_code == 0 and outcomes(folder) == ["finished"] * 3
+
+
 @pytest.fixture
 def many(tmp_path, monkeypatch):
     """Run 25 times 10 s, or until a run raises an error, and return when the files were written: each time for 8 s."""

@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 from tepal.host.superlink import RunError
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import find_run, held, read_config
+from tepal.server_app.run import build_model
 from tepal.tools.cli.main import main
 from tepal.tools.compare.comparison import read_comparison
 from tepal.tools.compare.picture import STRATEGIES
 from tepal.tools.compare.runs import USUAL
 from tepal.tools.terminal import RoundProgress, TimeLeft
+from tepal.training.data import DataError
 from tests.comparisons import Killed, comparison_in
 from tests.lines import read_lines
 from tests.packages import ROOT
@@ -441,6 +443,27 @@ def test_what_cannot_be_compared_is_refused_before_the_first_run(compare, argume
     for text in said:
         assert text in message
     assert compare.started == [] and not compare.runs.exists()
+
+
+def test_the_partition_is_checked_with_each_seed_and_all_else_once(compare, monkeypatch):
+    asked, built = [], []
+
+    def check_partition(config, clients, kind):
+        asked.append(config.seed)
+        if config.seed == 2:
+            raise DataError("no partition was found")
+
+    monkeypatch.setattr("tepal.training.data.check_partition", check_partition)
+    monkeypatch.setattr("tepal.server_app.run.build_model", lambda config: built.append(config) or build_model(config))
+    done = compare("--strategies", "fedavg,fedprox", "--seeds", "1,2,3")
+    assert done.exit_code == 1 and done.output.strip() == "error: with seed 2: no partition was found"
+    assert asked == [1, 1, 2, 2, 3, 3] and [config.rounds.seed for config in built] == [1, 1]
+    assert compare.started == [] and not compare.runs.exists()
+
+
+def test_with_other_seeds_a_strategy_is_not_checked_again_that_is_wrong_with_the_first(compare):
+    done = compare("--strategies", "fedavg,fedfrozen", "--seeds", "1,2", "-c", 'model="cnn"')
+    assert done.exit_code == 1 and done.output.count("strategy='fedfrozen' with model='cnn'") == 1
 
 
 def test_what_is_wrong_for_all_strategies_is_said_once(compare):

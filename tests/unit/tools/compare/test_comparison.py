@@ -5,6 +5,7 @@ import io
 import json
 import re
 import runpy
+import shlex
 import statistics
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import RunDirectory, held
-from tepal.server_app.config import defaults
+from tepal.server_app.config import defaults, reading
 from tepal.tools.compare.comparison import (
     ComparedRun,
     Result,
@@ -26,9 +27,10 @@ from tepal.tools.compare.comparison import (
     over_seeds,
     read_comparison,
 )
+from tepal.tools.compare.measured import CHANGEABLE
 from tepal.tools.compare.picture import STRATEGIES, draw, looks
 from tepal.tools.compare.runs import new_folder, write_comparison
-from tepal.tools.compare.tables import comparison_table
+from tepal.tools.compare.tables import comparison_table, resume_command
 from tests.comparisons import RUNS, comparison_in, finish, leave_run
 from tests.packages import ROOT
 
@@ -323,6 +325,45 @@ def test_a_run_that_was_resumed_and_finished_since_counts_as_finished(tmp_path):
     assert read_comparison(tmp_path).runs[0].outcome == "stopped"
     run.write_summary()
     assert read_comparison(tmp_path).runs[0].outcome == "finished"
+
+
+def test_a_run_that_was_resumed_alone_with_other_settings_is_named(tmp_path):
+    comparison = comparison_in(tmp_path, ["fedavg", "fedfrozen"], [1, 2])
+    comparison.run_config = {**comparison.run_config, "patience": 0, "checkpoints": 3, "fraction-evaluate": 1}
+    finish(comparison)
+    assert "it was resumed" not in shown(comparison)
+    for run in comparison.runs:
+        resumed = RunDirectory.resume(run.directory)
+        own = {"num-server-rounds": 40, "patience": 2} if run is comparison.runs[1] else {}
+        resumed.write_config({**comparison.settings_of(run), "fraction-evaluate": 1.0, "checkpoints": 5, **own})
+    (comparison.runs[3].directory / "config.toml").write_text("no table")  # its figures are shown all the same
+    write_comparison(comparison)
+    said = (
+        "fedfrozen seed 1: it was resumed with other settings: num-server-rounds=40 (the comparison has 3), patience=2 "
+        "(the comparison has 0)"
+    )
+    for text in (shown(comparison), (tmp_path / "comparison.tex").read_text(), Page(tmp_path / "comparison.html").text):
+        assert said in text and text.count("resumed with other settings") == 1
+    assert "fedfrozen seed 1: it was resumed" in (tmp_path / "comparison.md").read_text()
+
+
+def test_an_unfinished_run_ended_after_some_of_its_own_rounds(tmp_path):
+    comparison = comparison_in(tmp_path, ["fedavg"])
+    run = comparison.runs[0]
+    run.directory = leave_run(tmp_path, "fedavg", config={"num-server-rounds": 40}, summary=False)
+    run.outcome = "stopped"
+    assert "fedavg: stopped after round 3 of 40" in shown(comparison)
+
+
+def test_the_settings_that_are_compared_are_all_that_a_run_may_change_and_that_change_its_results():
+    others = {key for key in reading.CHANGEABLE if key.startswith(("checkpoints", "trackers", "mlflow.", "wandb."))}
+    assert {*CHANGEABLE} == {*reading.CHANGEABLE} - others and len(others) == 7
+
+
+def test_a_command_with_a_folder_is_one_for_a_shell(tmp_path):
+    comparison = comparison_in(tmp_path / "it's my folder", ["fedavg"])
+    words = ["tepal", "compare", "--resume", str(comparison.folder), "--ray", "far:1"]
+    assert shlex.split(resume_command(comparison, "--ray far:1")) == words
 
 
 def test_a_run_that_ended_early_counts_as_finished(tmp_path):

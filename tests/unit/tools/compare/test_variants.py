@@ -13,6 +13,7 @@ from tepal.tools.cli.main import main
 from tepal.tools.compare.comparison import Comparison, planned_variants, read_comparison
 from tepal.tools.compare.sections import Section, Variant
 from tepal.tools.compare.variants import read_variants
+from tepal.training.data import DataError
 from tests.comparisons import Killed
 from tests.packages import ROOT
 
@@ -157,6 +158,8 @@ def test_the_documents_example_is_a_file(file):
         (one('name="b"', before="sedes = [1]"), ["unknown key 'sedes': did you mean 'seeds'?"]),
         (one('name="b"', before="seeds = [1, 1]"), ["seeds=[1, 1]", "different whole numbers", "[1, 2, 3]"]),
         (one('name="b"', before="seeds = [true]"), ["seeds=[True]"]),
+        (one('name="b"', before="seeds = [-1]"), ["seeds=[-1]", "of 0 to 4294967295"]),
+        (one('name="b"', before="seeds = [4294967296, 1]"), ["seeds=[4294967296, 1]", "of 0 to 4294967295"]),
         (one('name="b"', before="seeds = 1"), ["seeds=1"]),
         (one('name="b"', before="clients = 1"), ["clients=1", "at least 2"]),
         (one('name="b"', before="clients = 2.0"), ["clients=2.0"]),
@@ -309,6 +312,21 @@ def test_a_wrong_value_is_reported_with_file_section_and_variant_before_any_run(
     place = "variants.toml: section 'Fewer bytes, one model', variant 'frozen-int8': the run config is invalid"
     assert done.exit_code == 1 and place in message and "did you mean 'int8'?" in message, message
     assert "one-for-all" not in message and compare.started == [] and not compare.runs.exists()
+
+
+def test_a_seed_without_a_partition_is_reported_with_the_variants_that_have_it(compare, file, monkeypatch):
+    def check_partition(config, clients, kind):
+        if config.seed == 2 and config.dirichlet_alpha == 0.1:
+            raise DataError("no partition was found")
+
+    monkeypatch.setattr("tepal.training.data.check_partition", check_partition)
+    skewed = SECTIONS.replace('strategy = "fedfrozen"', 'strategy = "fedfrozen"\ndirichlet-alpha = 0.1')
+    done = with_variants(compare, file, "--seeds", "1,2,3", text=skewed)
+    said = "section 'Fewer bytes, one model', variant 'frozen-int8' with seed 2: no partition was found"
+    assert done.exit_code == 1 and f"variants.toml: {said}" in " ".join(done.output.split())
+    done = with_variants(compare, file, "--seeds", "1,2,3", config="dirichlet-alpha=0.1")
+    assert done.exit_code == 1 and "all variants with seed 2: no partition was found" in " ".join(done.output.split())
+    assert compare.started == []
 
 
 def test_a_regression_and_a_classification_are_not_compared(compare, file, tmp_path):

@@ -859,6 +859,14 @@ def test_the_commands_make_renew_revoke_and_list(tmp_path):
         assert "the server's certificate is valid for 364 more days" in said and "is valid for 3649 more days" in said
 
 
+def test_commands_that_are_told_have_a_folder_with_spaces_as_one_word(tmp_path):
+    folder = tmp_path / "our fleet"
+    status, said = tepal("make", folder, "--host", "fl.example.org", "--site", "north", "--unpacked")
+    assert status == 0 and f"Then: tepal node --site '{folder / 'sites' / 'north'}'" in said
+    status, said = tepal("add", folder, "--site", "west")
+    assert status == 0 and f"tepal provision register '{folder}'" in said
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
