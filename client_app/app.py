@@ -92,7 +92,7 @@ def train_client(client: LocalClient, msg: Message, fit: Callable[[Work], Fitted
             "num-examples": len(client.batches),
             "train-loss": outcome.fitted.loss,
             "train-steps": steps,
-            "step-seconds": outcome.fitted.step_seconds,
+            **({"step-seconds": outcome.fitted.step_seconds} if steps else {}),
             ACCUMULATION: accumulation(client.training, steps, float(work.options.get(PROXIMAL, 0.0))),
             "test-examples": len(client.test[1]),
             **client.own_rate,

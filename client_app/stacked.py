@@ -100,6 +100,9 @@ def fit(work: Work, *, plain: bool) -> Fitted | None:
     gathering: Gathering | None = getattr(_here, "gathering", None)
     if gathering is None or _here.arrived:
         return None
+    if not trained_parameters(work.model):  # its plan freezes all, and the others do not wait for it
+        gathering.arrive()
+        return None
     if reason := _hindrance(work.model, work.config) if plain else "their objective is not the task's loss alone":
         _say(reason)
         gathering.arrive()
@@ -135,8 +138,6 @@ def _hindrance(model: nn.Module, config: TrainingConfig) -> str:
         return "the model's normalisation layers keep running statistics"
     if any(map(frozen_rows, model.parameters())):
         return "a part of a tensor is frozen (a fused projection)"
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        return "all entries are frozen"
     return ""
 
 

@@ -82,7 +82,7 @@ _MOST_ROUNDS, _MOST_INCIDENTS = 5000, 2000  # rows of the tables, the last ones
 def _page(run: RunFiles) -> str:
     metrics, summary = run.metrics, run.summary
     drawn = drawn_of(run)
-    name = run.path.name
+    name, failed, last = run.path.name, summary.get("stopped_by"), metrics[-1].round if metrics else 0
     ended, overhead = run.written_summary is not None, total(metrics, "bytes_overhead")
     strategy, model, dataset = (
         str(each or "") for each in (summary.get("strategy"), summary.get("model"), run.config.get("dataset"))
@@ -97,10 +97,11 @@ def _page(run: RunFiles) -> str:
         heading=strategy or name,
         subtitle=" on ".join(part for part in (model, dataset) if part) or "model and dataset not recorded",
         ended=ended,
-        done=summary.get("rounds") or 0,
+        # Rounds of a failed run may not count. In one that goes on, a round without a merge has ended all the same.
+        done=(summary.get("rounds") or 0) if failed else last,
         planned=run.config.get("num-server-rounds"),
-        failed=summary.get("stopped_by"),
-        last=metrics[-1].round if metrics else 0,
+        failed=failed,
+        last=last,
         ending=ending(summary),
         headlines=headlines_html(run.config, metrics, summary, ended=ended),
         remarks=_whatever(lambda: remarks(metrics), lambda why: [why]),

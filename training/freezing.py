@@ -120,6 +120,11 @@ def apply_plan(model: nn.Module, msg: Message) -> AppliedPlan:
     )
 
 
+def frozen_by_plan(parameter: nn.Parameter) -> bool:
+    """Return whether a plan freezes all of this parameter, which the app itself trains."""
+    return hasattr(parameter, _FROZEN)
+
+
 def frozen_rows(parameter: nn.Parameter) -> bool:
     """Return whether a plan freezes some, but not all, rows of this parameter."""
     return hasattr(parameter, _ROWS)

@@ -20,6 +20,7 @@ from tepal.training import tasks
 from tepal.training.augmentation import NONE, Augmentation
 from tepal.training.checkpointing import recomputed_layers
 from tepal.training.config import TrainingConfig
+from tepal.training.freezing import frozen_by_plan
 from tepal.training.tasks import Tally, Task
 
 _GATHERED = 1 << 24  # bytes of inputs up to which an epoch's are put in order at once
@@ -139,7 +140,7 @@ def fit(
     task: Task = tasks.IMAGES,
     correct: Callable[[], None] = lambda: None,
 ) -> Fitted:
-    """Train a model in place for `local_steps` steps, or `local_epochs` epochs; if all is frozen, score it alone.
+    """Train a model in place for `local_steps` steps, or `local_epochs` epochs; if a plan freezes all, only score it.
 
     Args:
         model: on the batches' device; entries with `requires_grad` False are not trained.
@@ -154,9 +155,12 @@ def fit(
 
     Raises:
         FloatingPointError: the loss is NaN or infinite.
+        ValueError: the model has nothing to train, and not because of a plan.
     """
     trained = list(trained_parameters(model).values())
-    if not trained:  # the plan freezes all
+    if not trained:
+        if not any(map(frozen_by_plan, model.parameters())):
+            raise ValueError("the model has no parameter that can be trained: requires_grad is False for all of them")
         return Fitted(0, score(model, batches.inputs, batches.labels, config, task).loss)
     optimizer = optimizer_for(trained, config)
     # Only float16 gradients need one, and its calls take a tenth of a small model's step.

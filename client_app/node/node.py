@@ -209,7 +209,8 @@ class WarmNode:
         return self._executor.task is not None or supernode.reached
 
     def _may_sign_off(self, supernode: _SuperNode) -> bool:
-        return supernode.collected and (supernode.held or not self._has_work(supernode))
+        # In this order: another thread sets `held` after the time from which `collected` counts.
+        return (supernode.held or not self._has_work(supernode)) and supernode.collected
 
     def _wait(self, seconds: float, over: Callable[[], bool]) -> None:
         end = time.monotonic() + seconds

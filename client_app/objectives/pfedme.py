@@ -49,9 +49,15 @@ class PFedMeObjective(Objective):
         try:
             fitted = descend(work.model, work.batches, work.config, step)
         except FloatingPointError as error:
+            remedy = "lower the inner learning rate, or set clip-norm"
+            if outer_step >= 2:  # |1 − s| ≥ 1: each step leaves w further from θ
+                remedy = (
+                    f"the step from w towards θ is {outer_step:g} and must be below 2: lower learning-rate, or set "
+                    "pfedme.outer-step"
+                )
             raise FloatingPointError(
                 f"local training diverged with pfedme.inner-learning-rate={rate:g} and pfedme.lambda={penalty:g}: "
-                "lower the inner learning rate, or set clip-norm"
+                f"{remedy}"
             ) from error
         personal = work.read()
         with torch.no_grad():

@@ -274,43 +274,42 @@ def warnings(config: RunConfig) -> list[str]:
     return [*ending_warnings(config), *wire_warnings(config), *_method_warnings(config)]
 
 
-def _method_warnings(config: RunConfig) -> list[str]:
+def _method_warnings(config: RunConfig) -> Iterator[str]:
     rounds = config.rounds
     if "fedfrozen" in config.strategies and config.fedfrozen.warmup_rounds >= rounds.num_server_rounds:
-        return [
+        yield (
             f"fedfrozen.warmup-rounds={config.fedfrozen.warmup_rounds} and num-server-rounds="
             f"{rounds.num_server_rounds}: nothing is ever frozen, so this run is FedAvg."
-        ]
+        )
     if "selective" in config.strategies and not rounds.sources:
-        return [
+        yield (
             "selective layers with pretrained='': this method is for fine-tuning. From random weights, layers that are "
             "seldom chosen learn little, and the accuracy may stay at a guess; start from trained weights."
-        ]
+        )
     if rounds.strategy in ("scaffold", "feddyn") and rounds.robust != "none":
-        return [
+        yield (
             f"strategy='{rounds.strategy}' with robust='{rounds.robust}': a client keeps all of its correction, "
             "and the server merges a part of it, so the server's is an estimate, whose error lasts."
-        ]
+        )
     if rounds.strategy == "scaffold" and config.training.momentum:
-        return [
+        yield (
             f"strategy='scaffold' with momentum={config.training.momentum:g}: the control variates are mean gradients "
             "under plain SGD only, so this is not the paper's method."
-        ]
+        )
     by_loss = rounds.strategy == "fedensemble" and config.fedensemble.assign == "highest-loss"
     if by_loss and not config.training.score_in_training:
-        return [
+        yield (
             "fedensemble.assign='highest-loss' with score-in-training=false: the modes' losses are measured as clients "
             "train, so no client has any, and all train the modes by the schedule."
-        ]
+        )
     if rounds.strategy == "pfedme" and config.training.momentum:
-        return [
+        yield (
             f"strategy='pfedme' with momentum={config.training.momentum:g}: its steps are of plain gradient descent, "
             "which has none."
-        ]
+        )
     if rounds.strategy == "pfedme" and (step := _outer_step(config)) > 1:
-        return [
+        yield (
             f"learning-rate={config.training.learning_rate:g} times pfedme.lambda={config.pfedme.lam:g} is {step:g}: "
             "above 1, each step w ← w − ηλ(w − θ) goes beyond θ. Lower learning-rate, lower pfedme.lambda, or set "
             "pfedme.outer-step."
-        ]
-    return []
+        )

@@ -149,7 +149,10 @@ def compared(
         raise ConfigError(f"target is {target!r}: {error}") from error
     comparison = Comparison(Path(str(config["runs"])), runs, common, clients, target=score, sections=sections)
     check(  # each run shows its own warnings
-        comparison, lambda one: check_clients(one, clients), lambda one: check_parts(one, clients), warn=False
+        comparison,
+        lambda one: check_clients(one, clients, parts=False),
+        lambda one: check_parts(one, clients),
+        warn=False,
     )
     try:
         check_tasks(comparison)

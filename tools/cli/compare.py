@@ -126,10 +126,14 @@ def compare_command(
         with runner_for(ray, comparison.engine, app, engine_for, asked=engine, **resources) as simulated:  # of all runs
             simulated.start_ahead(sum(run.outcome != "finished" for run in comparison.runs))
             where = "" if variants is None else f"{variants}: "
+            # A seed without a partition is refused at first. Of a comparison that goes on, its runs fail alone.
+            parts = None if resume else lambda config: check_parts(config, comparison.clients)
             check(
-                comparison, lambda config: check_clients(config, comparison.clients, here=simulated.here),
-                lambda config: check_parts(config, comparison.clients), where,
-            )  # fmt: skip
+                comparison,
+                lambda config: check_clients(config, comparison.clients, parts=False, here=simulated.here),
+                parts,
+                where,
+            )
             check_tasks(comparison)
             if resume is None:
                 comparison.folder = new_folder(comparison.folder)

@@ -23,6 +23,7 @@ from tepal.records.run_directory import (
 from tepal.report.round_figures import TEST_DATA, transferred
 from tepal.tools.compare.doubt import doubt_figures
 from tepal.tools.compare.plan import ComparedRun
+from tepal.tools.compare.sections import value_text
 
 TO_TARGET = (
     "bytes_to_target", "bytes_down_to_target", "bytes_up_to_target", "overhead_to_target", "rounds_to_target",
@@ -199,4 +200,7 @@ def _changed(run: ComparedRun, config: Mapping[str, Value]) -> dict[str, Any]:
         with suppress(OSError, ValueError):  # its figures can be read all the same
             own = read_config(run.directory)
     both = (key for key in CHANGEABLE if key in own and key in config)
-    return {key: own[key] for key in both if own[key] != config[key]}
+    # The comparison may have "5", as it was given, and the run 5.
+    return {
+        key: own[key] for key in both if own[key] != config[key] and value_text(own[key]) != value_text(config[key])
+    }

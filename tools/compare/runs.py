@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import partial
@@ -103,37 +104,49 @@ def seed_numbers(text: str) -> list[int]:
 
 
 def check(
-    comparison: Comparison, check_one: Check, check_seed: Check, where: str = "", *, warn: bool = True
+    comparison: Comparison, check_one: Check, check_seed: Check | None, where: str = "", *, warn: bool = True
 ) -> None:
     """Check that all unfinished runs can be run. Raises ConfigError with the problems of all strategies or variants.
 
     Args:
         comparison: whose runs are checked.
-        check_one: what else is checked of the first run of each strategy or variant.
-        check_seed: what else is checked of its runs with other seeds.
+        check_one: what else is checked of each strategy or variant, by the config of its first run.
+        check_seed: what differs between its runs, and is checked of each; None for nothing.
         where: what names the variants file, before each problem.
         warn: as of `read_run_config`.
     """
-    good: dict[str, bool] = {}  # by place, whether its first run can be run
-    wrong: dict[tuple[str, str], list[str]] = {}  # problem, and of which seed: the places that have it
+    places: dict[str, list[ComparedRun]] = {}
     for run in comparison.runs:
-        place = comparison.place(run)
-        if run.outcome == "finished" or not good.get(place, True):
-            continue
-        first = place not in good
+        if run.outcome != "finished":
+            places.setdefault(comparison.place(run), []).append(run)
+    wrong: dict[tuple[str, str], list[str]] = {}  # problem, and of which seeds: the places that have it
+    for place, runs in places.items():
         try:
-            config = read_run_config(comparison.config_of(run), comparison.clients, warn=warn and first)
-            (check_one if first else check_seed)(config)
-            good[place] = True
+            config = read_run_config(comparison.config_of(runs[0]), comparison.clients, warn=warn)
+            check_one(config)
         except ConfigError as error:
-            good[place] = not first
-            wrong.setdefault((str(error), "" if first else f" with seed {run.seed}"), []).append(place)
+            wrong.setdefault((str(error), ""), []).append(place)
+            continue
+        if check_seed is None:
+            continue
+        failing: dict[str, list[int]] = {}
+        for seed in [run.seed for run in runs]:
+            try:
+                check_seed(replace(config, data=config.data.model_copy(update={"seed": seed})))
+            except ConfigError as error:
+                failing.setdefault(str(error), []).append(seed)
+        for problem, seeds in failing.items():
+            wrong.setdefault((problem, "" if len(seeds) == len(runs) else _with_seeds(seeds)), []).append(place)
     if wrong:
         # A problem of all of them is reported once, without their names.
-        every = "all variants" if len(good) > 1 and not comparison.of_strategies else ""
-        named = ((every if len(found) == len(good) else _some(found)) + seed for (_, seed), found in wrong.items())
+        every = "all variants" if len(places) > 1 and not comparison.of_strategies else ""
+        named = ((every if len(found) == len(places) else _some(found)) + seeds for (_, seeds), found in wrong.items())
         heads = (f"{name.strip()}: " if name else "" for name in named)
         raise ConfigError("\n".join(f"{where}{head}{text}" for head, (text, _) in zip(heads, wrong, strict=True)))
+
+
+def _with_seeds(seeds: list[int]) -> str:
+    return f" with seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 _MOST_PLACES = 8  # of a grid, whose problems name the key and its value too
@@ -292,10 +305,12 @@ def _in_turn(
             _run_one(comparison, run, start, time_left, console, errors)
             ended = True
             files.write()
-        except BaseException:
-            left = todo[number + 1 :] if ended or run.outcome == "finished" else todo[number:]
-            if left:
-                left[0].outcome, left[0].reason = "stopped", ""
+        except BaseException as error:
+            later = [each for each in todo[number + 1 :] if each.outcome != "failed"]
+            if not ended and run.outcome != "finished":
+                run.outcome, run.reason = "stopped", ""
+            elif later and not isinstance(error, Exception):  # Ctrl-C or SIGTERM between two runs
+                later[0].outcome = "stopped"
             raise
 
 
@@ -315,7 +330,7 @@ def _in_threads(
         pool.shutdown(wait=False, cancel_futures=True)  # before the others end, so that none begins in their place
         stop()
         pool.shutdown()
-        unfinished = [run for run in todo if run.outcome != "finished"]
+        unfinished = [run for run in todo if run.outcome not in ("finished", "failed")]
         if unfinished and not any(run.outcome == "stopped" for run in unfinished):
             unfinished[0].outcome, unfinished[0].reason = "stopped", ""
         raise

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from tepal.records.round_record import RoundRecord
@@ -178,7 +179,7 @@ def find(name: str, runs: Path) -> Path:
             return candidate.resolve() if is_comparison(candidate) else find_run(candidate)
     known = [view.path.name for view in views(runs)] if runs.is_dir() else []
     alike = [each for each in known if name in each] or get_close_matches(name, known, n=3)
-    hint = f"did you mean {', '.join(alike[:5])}?" if alike else f"`tepal runs {runs}` lists all runs"
+    hint = f"did you mean {', '.join(alike[:5])}?" if alike else f"`tepal runs {quote(str(runs))}` lists all runs"
     raise FileNotFoundError(f"no run {name} was found, neither as a path nor in {runs}: {hint}")
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from shlex import quote
 
 import httpx
 import psutil
@@ -241,7 +242,8 @@ def folder(check: str, path: Path | None) -> Finding:
             pass
         free = shutil.disk_usage(there).free
     except OSError as error:
-        remedy = f"choose a folder that this user (uid {os.geteuid()}) may write to, or chown -R {os.geteuid()} {there}"
+        uid = os.geteuid()
+        remedy = f"choose a folder that this user (uid {uid}) may write to, or chown -R {uid} {quote(str(there))}"
         return Finding(check, PROBLEM, f"{there} cannot be written to: {error.strerror}", remedy)
     found = f"{path}{'' if there == path else ', which will be created'}: {free / 1e9:,.1f} GB free"
     if free < _NO_DISK:

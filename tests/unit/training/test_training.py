@@ -11,7 +11,7 @@ from torch import nn
 
 from tepal import models
 from tepal.models.blocks import find_blocks
-from tepal.training import tasks
+from tepal.training import freezing, tasks
 from tepal.training.checkpointing import layer_modules, recomputed_layers
 from tepal.training.config import TrainingConfig
 from tepal.training.loop import Batches, Fitted, device_of, fit, optimizer_for, score, trained_parameters
@@ -70,7 +70,12 @@ def test_plain_sgd_takes_the_steps_of_gradient_descent():
 
 def test_a_model_that_is_frozen_as_a_whole_is_scored_and_does_not_change():
     """As for a client whose budget no layer fits, of a model without a head."""
-    model, data = linear().requires_grad_(False), Batches(*examples(), 5, 0)
+    model, data = linear(), Batches(*examples(), 5, 0)
+    with pytest.raises(ValueError, match="requires_grad is False for all"):
+        fit(linear().requires_grad_(False), data, config(**{"local-epochs": 2}))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        setattr(parameter, freezing._FROZEN, True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fitted = fit(model, data, config(**{"local-epochs": 2, "optimizer": "adamw"}))
     loss = nn.functional.cross_entropy(model(data.inputs), data.labels)

@@ -138,7 +138,7 @@ def closed(path: Path) -> ProvisionError:
         owner = ""
     return ProvisionError(
         f"{path} cannot be read by this user (uid {uid}){owner}. Run the command with sudo; if this user runs the "
-        f"server: chown -R {uid} {path}"
+        f"server: chown -R {uid} {quote(str(path))}"
     )
 
 

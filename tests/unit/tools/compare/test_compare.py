@@ -446,18 +446,21 @@ def test_what_cannot_be_compared_is_refused_before_the_first_run(compare, argume
 
 
 def test_the_partition_is_checked_with_each_seed_and_all_else_once(compare, monkeypatch):
-    asked, built = [], []
+    asked, built, impossible = [], [], {2}
 
     def check_partition(config, clients, kind):
         asked.append(config.seed)
-        if config.seed == 2:
+        if config.seed in impossible:
             raise DataError("no partition was found")
 
     monkeypatch.setattr("tepal.training.data.check_partition", check_partition)
     monkeypatch.setattr("tepal.server_app.run.build_model", lambda config: built.append(config) or build_model(config))
     done = compare("--strategies", "fedavg,fedprox", "--seeds", "1,2,3")
     assert done.exit_code == 1 and done.output.strip() == "error: with seed 2: no partition was found"
-    assert asked == [1, 1, 2, 2, 3, 3] and [config.rounds.seed for config in built] == [1, 1]
+    assert asked == [1, 2, 3, 1, 2, 3] and [config.rounds.seed for config in built] == [1, 1]
+    for impossible, said in (({1, 3}, "with seeds 1, 3: "), ({1, 2, 3}, "")):
+        done = compare("--strategies", "fedavg,fedprox", "--seeds", "1,2,3")
+        assert done.exit_code == 1 and done.output.strip() == f"error: {said}no partition was found"
     assert compare.started == [] and not compare.runs.exists()
 
 
