@@ -49,8 +49,8 @@ def test_settings_of_a_client_with_which_a_method_is_wrong_are_refused(name):
             fit(gradient_checkpointing=True)
 
 
-def pfedme(model, inputs, labels, rate, **settings):
-    options = {plan.LAMBDA: 1.5, plan.INNER_RATE: rate, plan.INNER_STEPS: 1, plan.OUTER_STEP: 0.25}
+def pfedme(model, inputs, labels, rate, outer=0.25, **settings):
+    options = {plan.LAMBDA: 1.5, plan.INNER_RATE: rate, plan.INNER_STEPS: 1, plan.OUTER_STEP: outer}
     config = TrainingConfig(optimizer="sgd", learning_rate=0.1, **settings)
     return find(plan.PFEDME).fit(
         Work(model, Batches(inputs, labels, len(inputs), 0), config, layout=layout_of(model), options=options)
@@ -78,6 +78,8 @@ def test_pfedme_that_diverges_names_its_own_rate():
     model, inputs, labels = nn.Linear(4, 3), torch.randn(20, 4), torch.randint(0, 3, (20,))
     with pytest.raises(FloatingPointError, match=r"pfedme\.inner-learning-rate=1e\+06 and pfedme\.lambda=1\.5: lower"):
         pfedme(model, inputs, labels, 1e6, local_steps=30)
+    with pytest.raises(FloatingPointError, match=r"from w towards θ is 4\.5 and must be below 2: lower learning-rate"):
+        pfedme(model, inputs, labels, 0.01, outer=4.5, local_steps=300)
 
 
 def test_apfls_personal_model_has_the_statistics_with_which_it_was_trained():

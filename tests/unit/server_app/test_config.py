@@ -202,6 +202,13 @@ def test_steps_of_pfedme_that_go_beyond_their_target_are_a_warning(caplog):
     assert "goes beyond θ. Lower learning-rate, lower pfedme.lambda, or set pfedme.outer-step" in caplog.text
 
 
+def test_all_warnings_of_a_method_are_shown(caplog):
+    values = {"strategy": "pfedme", "momentum": 0.9, "optimizer": "sgd", "learning-rate": 0.1, "pfedme.lambda": 15.0}
+    with caplog.at_level("WARNING", logger="flwr"):
+        read_run_config(values)
+    assert "momentum=0.9: its steps are" in caplog.text and "times pfedme.lambda=15 is 1.5" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [

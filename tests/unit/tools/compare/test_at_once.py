@@ -120,6 +120,29 @@ def test_ctrl_c_after_the_last_run_leaves_it_finished(compare, monkeypatch):
     assert compare("--strategies", "fedavg,fedacs").exit_code == 0 and outcomes(folders(compare)[0]) == ["finished"] * 2
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_ctrl_c_leaves_a_failed_run_failed_with_its_reason(compare, monkeypatch, at_once):
+    """Both runs have ended when it comes, or failed in an earlier session."""
+    compare.engine.at_once = at_once
+    compare.failing |= {"fedavg": RunError("no memory"), "fedacs": RunError("no data")}
+    compare("--strategies", "fedavg,fedacs")
+    (folder,) = folders(compare)
+    del compare.failing["fedavg"]
+    real, written = runs.write_comparison, []
+
+    def write(comparison):
+        written.append(None)
+        if len(written) == 1:
+            raise KeyboardInterrupt
+        return real(comparison)
+
+    monkeypatch.setattr(runs, "write_comparison", write)
+    compare("--resume", str(folder), config=None)
+    assert [(run.outcome, run.reason) for run in read_comparison(folder).runs] == [
+        ("finished", ""), ("failed", "no data"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("first", ["finished", "failed"])
 def test_ctrl_c_between_two_runs_in_turn_stops_the_next(compare, monkeypatch, first):
     real, written = runs.write_comparison, []

@@ -446,7 +446,7 @@ def test_what_cannot_be_compared_is_refused_before_the_first_run(compare, argume
 
 
 def test_the_partition_is_checked_with_each_seed_and_all_else_once(compare, monkeypatch):
-    asked, built, impossible = [], [], {2}
+    asked, built, impossible = [], [], {2}  # seeds
 
     def check_partition(config, clients, kind):
         asked.append(config.seed)
@@ -458,7 +458,8 @@ def test_the_partition_is_checked_with_each_seed_and_all_else_once(compare, monk
     done = compare("--strategies", "fedavg,fedprox", "--seeds", "1,2,3")
     assert done.exit_code == 1 and done.output.strip() == "error: with seed 2: no partition was found"
     assert asked == [1, 2, 3, 1, 2, 3] and [config.rounds.seed for config in built] == [1, 1]
-    for impossible, said in (({1, 3}, "with seeds 1, 3: "), ({1, 2, 3}, "")):
+    for seeds, said in (({1, 3}, "with seeds 1, 3: "), ({1, 2, 3}, "")):
+        impossible = seeds
         done = compare("--strategies", "fedavg,fedprox", "--seeds", "1,2,3")
         assert done.exit_code == 1 and done.output.strip() == f"error: {said}no partition was found"
     assert compare.started == [] and not compare.runs.exists()
@@ -467,6 +468,17 @@ def test_the_partition_is_checked_with_each_seed_and_all_else_once(compare, monk
 def test_with_other_seeds_a_strategy_is_not_checked_again_that_is_wrong_with_the_first(compare):
     done = compare("--strategies", "fedavg,fedfrozen", "--seeds", "1,2", "-c", 'model="cnn"')
     assert done.exit_code == 1 and done.output.count("strategy='fedfrozen' with model='cnn'") == 1
+
+
+def test_a_seed_without_a_partition_does_not_keep_the_others_of_a_begun_comparison_from_going_on(compare, monkeypatch):
+    folder = kill_in(compare, "fedavg", 1)
+
+    def check_partition(config, clients, kind):
+        raise DataError("no partition was found")
+
+    monkeypatch.setattr("tepal.training.data.check_partition", check_partition)
+    done = compare("--resume", str(folder), config=None)
+    assert done.exit_code == 0 and outcomes(folder) == ["finished"] * 6, done.output
 
 
 def test_what_is_wrong_for_all_strategies_is_said_once(compare):

@@ -329,12 +329,12 @@ def test_a_run_that_was_resumed_and_finished_since_counts_as_finished(tmp_path):
 
 def test_a_run_that_was_resumed_alone_with_other_settings_is_named(tmp_path):
     comparison = comparison_in(tmp_path, ["fedavg", "fedfrozen"], [1, 2])
-    comparison.run_config = {**comparison.run_config, "patience": 0, "checkpoints": 3, "fraction-evaluate": 1}
+    comparison.run_config = {**comparison.run_config, "patience": "0", "checkpoints": 3, "fraction-evaluate": 1}
     finish(comparison)
     assert "it was resumed" not in shown(comparison)
     for run in comparison.runs:
         resumed = RunDirectory.resume(run.directory)
-        own = {"num-server-rounds": 40, "patience": 2} if run is comparison.runs[1] else {}
+        own = {"num-server-rounds": 40, "patience": 2} if run is comparison.runs[1] else {"patience": 0}
         resumed.write_config({**comparison.settings_of(run), "fraction-evaluate": 1.0, "checkpoints": 5, **own})
     (comparison.runs[3].directory / "config.toml").write_text("no table")  # its figures are shown all the same
     write_comparison(comparison)
