@@ -70,6 +70,11 @@ class PersonalState:
         """Why `commit` could not store what the encodings left out; "" if it could."""
 
     @property
+    def begins(self) -> bool:
+        """Whether this exchange may make a version, and this client's folder has none before it."""
+        return self._advances and self._file() is None
+
+    @property
     def notes(self) -> Names:
         """`lost` and `unwritten`, for the server's log."""
         return tuple(filter(None, (self.lost, self.unwritten)))

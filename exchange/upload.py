@@ -63,7 +63,8 @@ def encoded(
                 add_difference(starts.get(name, np.zeros_like(read)), read)
                 values[name] = read
         found.append(measured)
-    if wire.feedback and parts and (feeds or left_out):  # else the present version stays, as a link
+    # Else the present version stays, as a link. Without one, the next upload would tell the server that it is lost.
+    if wire.feedback and ((parts and (feeds or left_out)) or personal.begins):
         personal.save_left_out(left_out)
     share = share_left_out(found) if auto else None
     return packed, None if share is None else round(share, _DIGITS)

@@ -165,6 +165,26 @@ def test_an_upload_that_adds_nothing_writes_its_residual_only_if_there_is_one(tm
     assert [*after.load_left_out()] == ["model/w"] * kept and after.load()["own"].tolist() == [1, 1]
 
 
+def test_uploads_that_keep_nothing_are_not_told_as_a_lost_state(tmp_path):
+    """An upload may keep nothing (`unbiased`, or one without arrays), and the server counts each as a version."""
+    values = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    notes = []
+    for number, (before, exchange) in enumerate(pairwise(["", *"abcde"]), 1):
+        state = state_of(tmp_path, exchange, current=before, round=number)
+        wire = Wire("auto", feedback=True, unbiased=number < 4, left_out=0.5)
+        returned = dict(values) if number > 1 else {}
+        plan = Plan(client="c", round=number, needs={}, trains=(*returned,), returns={"model": (*returned,)})
+        encoded(plan, wire, {"model": returned} if returned else {}, {}, state)
+        state.commit()
+        notes += state.notes
+        assert [*state_of(tmp_path, "x", current=exchange).load_left_out()] == ["model/w"] * (number >= 4)
+    assert notes == []
+    scored = state_of(tmp_path / "other", "a", advances=False)
+    encoded(plan, wire, {}, {}, scored)
+    scored.commit()
+    assert versions_in(tmp_path / "other") == []
+
+
 def test_nothing_may_be_saved_as_well(tmp_path):
     """A codec may have no residual left."""
     state = state_of(tmp_path, "a")
