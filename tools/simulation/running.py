@@ -44,7 +44,7 @@ def check_clients(config: RunConfig, clients: int, *, parts: bool = True, here: 
 
     _, blocks = build_model(config)
     needed = build_strategy(config, blocks).rules.needed
-    problems = [*_own_problems(config, here)]
+    problems = [*_weights_problems(config), *_own_problems(config, here)]
     if parts and (problem := _other_number(config, clients)):
         problems.append(problem)
     elif needed > clients:
@@ -110,6 +110,18 @@ def clients_of(run: str) -> int | None:
         return None  # reading the run config tells it
     count = kept.get("clients") if isinstance(kept, dict) else None
     return count if type(count) is int and count > 0 else None
+
+
+def _weights_problems(config: RunConfig) -> Iterator[str]:
+    """Yield which initial weights cannot be had. Those on the hub are downloaded here: a run is offline."""
+    from tepal.models import ModelError  # torch takes seconds
+    from tepal.models.pretrained import find_weights
+
+    for source in () if config.rounds.resume else config.rounds.sources:
+        try:
+            find_weights(source)
+        except ModelError as error:
+            yield f"pretrained={source!r}: {error}"
 
 
 def _own_problems(config: RunConfig, here: bool) -> Iterator[str]:
