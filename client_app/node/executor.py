@@ -7,6 +7,7 @@ freed at the end of a run. A spare worker, which has imported torch, waits for t
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import shutil
 import signal
@@ -37,7 +38,7 @@ log = getLogger("flwr")
 _LOOK_AGAIN = 2.0  # seconds without a message from the SuperNode, after which it is asked for a task
 _HEARTBEAT = 10.0  # seconds between two heartbeats of a task, which the SuperNode gives up after 60
 _PATIENCE = 5.0  # seconds for the SuperNode to answer; `problem` and the end of the node do not wait for longer
-_STOPPING = 2.0  # seconds for a worker to end by itself
+_STOPPING = 2.0  # seconds for a worker to end by itself, or to say that it has answered
 _PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)  # seconds before a worker is started again, by the number that died in a row
 _QUIET = 3.0  # seconds without a message, after which a spare worker is started
 _SICK = 3  # number of workers, dead in a row before they were ready, from which the executor is not healthy
@@ -233,7 +234,7 @@ class Executor:
 
     def _watch(self, task: MessageTask, client: RuntimeClient) -> bool:
         """Wait until the worker has answered; return whether it answered without an error. Raises `_NoAnswer`."""
-        beat = time.monotonic() + _HEARTBEAT
+        beat, end = time.monotonic() + _HEARTBEAT, math.inf
         while True:
             self._alive_at = now = time.monotonic()
             if self._broken:
@@ -243,10 +244,13 @@ class Executor:
             if now > beat:
                 beat = now + _HEARTBEAT
                 if not self._beat(client):
-                    raise _NoAnswer("the SuperNode has given up the task")
+                    # The SuperNode also refuses a task that was answered just now; `done` is then about to come.
+                    beat, end = math.inf, time.monotonic() + _STOPPING
             try:
-                event = task.worker.events.get(timeout=0.5)
+                event = task.worker.events.get(timeout=max(0.0, min(0.5, end - now)))
             except queue.Empty:
+                if time.monotonic() >= end:
+                    raise _NoAnswer("the SuperNode has given up the task") from None
                 continue
             if event is None:
                 self.died += 1

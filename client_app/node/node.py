@@ -26,7 +26,7 @@ from tepal.client_app.node.executor import Executor
 from tepal.client_app.node.metrics import node_families
 from tepal.client_app.node.service import Services
 from tepal.client_app.node.settings import NodeSettings
-from tepal.host.files import locked
+from tepal.host.files import locked, replacing
 from tepal.host.flower.patches import require_flower
 from tepal.host.metrics import serving
 from tepal.host.processes import flower_environment
@@ -66,9 +66,7 @@ class WarmNode:
         self._stop = threading.Event()
         self._hurry = False
         self._draining = False
-        secret = secrets.token_bytes(32)
-        (folder / "secret").touch(0o600)
-        (folder / "secret").write_bytes(secret)
+        self._secret = secrets.token_bytes(32)
         self._supernode: _SuperNode | None = None
         self._supernodes_died = self._in_a_row = 0
         self._numbers = count(1)
@@ -78,7 +76,7 @@ class WarmNode:
         """Stage of an answered message → number of messages, and the sum of their seconds."""
         self._environment = _environment(folder)
         # Its address is set when a SuperNode is started.
-        self._executor = Executor("", secret, folder, self._environment, settings)
+        self._executor = Executor("", self._secret, folder, self._environment, settings)
 
     def run(self) -> None:
         """Run until SIGTERM, SIGINT or SIGHUP. Must be called in the main thread."""
@@ -225,7 +223,7 @@ class WarmNode:
     def _options(self) -> list[str]:
         settings = self.settings
         options = ["--superlink", settings.superlink, "--isolation", "process"]
-        options += ["--superexec-auth-secret-file", str(self._folder / "secret")]
+        options += ["--superexec-auth-secret-file", str(self._write_secret())]
         options += ["--insecure"] if settings.insecure else []
         options += ["--root-certificates", str(settings.root_certificates)] if settings.root_certificates else []
         options += ["--auth-supernode-private-key", str(settings.key)] if settings.key else []
@@ -234,6 +232,22 @@ class WarmNode:
             config.write_text(to_toml(settings.node_config), encoding="utf-8")
             options += ["--node-config", str(config)]
         return options
+
+    def _write_secret(self) -> Path:
+        """Write the secret for the next SuperNode, and return its file.
+
+        A cleaner of the temporary folder may have removed the last one after some days, or the whole folder.
+        """
+        path = self._folder / "secret"
+        self._folder.mkdir(0o700, parents=True, exist_ok=True)
+        private = lambda name, flags: os.open(name, flags, 0o600)  # noqa: E731
+        try:
+            with replacing(path) as new, open(new, "xb", opener=private) as file:
+                file.write(self._secret)
+        except OSError:  # the disk is full
+            if not path.is_file() or path.read_bytes() != self._secret:
+                raise
+        return path
 
 
 class _SuperNode(Child):

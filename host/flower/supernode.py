@@ -31,7 +31,7 @@ from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 from .link import Link, die_with_parent
 from .patches import SHORTEST_PAUSE, change, quick
 from .polling import FirstPause
-from .refusals import reconnecting, report_refusal
+from .refusals import channel, push_once, reconnecting, report_refusal, steady
 from .runtime import RuntimeServer
 
 _PAUSE = 1 / 8  # between two requests for a message, as a share of the time since the last message
@@ -86,7 +86,10 @@ def change_flower(link: Link, prompt: Prompt, runtime: Path) -> None:
     change(inside, "grpc_request_response", prompt.around)
     change(inside, "register_signal_handlers", lambda register: partial(_without_sigterm, register))
     change(inside, "_make_fleet_connection_retry_invoker", lambda make: partial(reconnecting, make, link))
-    change("flwr.client.grpc_rere_client.connection", "flwr_exit", lambda leave: partial(report_refusal, link, leave))
+    connection = "flwr.client.grpc_rere_client.connection"
+    change(connection, "flwr_exit", lambda leave: partial(report_refusal, link, leave))
+    change(connection, "create_channel", lambda _: channel)
+    change(connection, "HeartbeatSender", lambda sender: lambda beat: sender(partial(steady, beat)))
 
 
 class _Serving:
@@ -176,7 +179,7 @@ class Prompt:
 
         @contextlib.contextmanager
         def connected(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            with connect(*args, **kwargs) as (node_id, receive, *others, confirm):
+            with connect(*args, **kwargs) as (node_id, receive, *others, pull, push, confirm):
                 self._link.send("connected", node=node_id)
 
                 def confirmed(run_id: int, message_id: str) -> None:
@@ -184,7 +187,8 @@ class Prompt:
                         confirm(run_id, message_id)
                     self._link.send("fetched")
 
-                yield (node_id, partial(self._receive, receive), *others, confirmed)
+                pushed = partial(push_once, push, pull)
+                yield (node_id, partial(self._receive, receive), *others, pull, pushed, confirmed)
 
         return connected
 

@@ -3,18 +3,20 @@
 import contextlib
 import logging
 import os
+import queue
 import shutil
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from tepal.client_app.node import executor as module
-from tepal.client_app.node.executor import Executor
+from tepal.client_app.node.executor import Executor, MessageTask, _NoAnswer
 from tepal.client_app.node.settings import NodeSettings
 from tepal.host.flower.runtime import RuntimeServer
 from tests.unit.host.flower.test_supernode import FlowerLoop, bundle, wait_until
@@ -479,3 +481,72 @@ def test_spare_processes_that_cannot_be_started_are_a_problem_that_is_said(bundl
     with running(bundles, tmp_path / "node", spare=True) as node:
         wait_until(lambda: node.executor.problem, 10)
         assert node.executor.problem.startswith("the last 3 processes for ClientApps died")
+
+
+# A heartbeat that the SuperNode refuses -------------------------------------------------------------------------------
+
+
+class Refused:
+    """An executor that waits for a worker, without processes; the SuperNode refuses its heartbeat.
+
+    Args:
+        events: what comes from the worker just when the heartbeat is refused.
+    """
+
+    def __init__(self, monkeypatch, folder, *events):
+        self.beats = 0
+        self.executor = Executor("", SECRET, folder, {}, NodeSettings(""))
+        self.worker = SimpleNamespace(events=queue.SimpleQueue(), ready=True, wait=lambda seconds: 5)
+        self._events = events
+        monkeypatch.setattr(module, "_HEARTBEAT", -1)
+        monkeypatch.setattr(self.executor, "_beat", self._beat)
+
+    def watch(self):
+        return self.executor._watch(MessageTask(1, self.worker), None)
+
+    def _beat(self, client):
+        self.beats += 1
+        for event in self._events:
+            self.worker.events.put(event)
+        return False
+
+
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("stopping", [2.0, -1.0])
+def test_a_worker_that_has_answered_just_before_its_heartbeat_lives_on(monkeypatch, tmp_path, ok, stopping):
+    """Its answer ends its task at the SuperNode, and only then it says that it is done."""
+    monkeypatch.setattr(module, "_STOPPING", stopping)
+    refused = Refused(monkeypatch, tmp_path, {"event": "answered"}, {"event": "done", "ok": ok})
+    assert refused.watch() is ok
+    assert refused.beats == 1, "a task that is over has no more heartbeats"
+
+
+def test_a_worker_has_some_time_to_say_that_it_is_done(monkeypatch, tmp_path):
+    refused = Refused(monkeypatch, tmp_path)
+    soon = threading.Timer(0.05, refused.worker.events.put, [{"event": "done", "ok": True}])
+    soon.start()
+    assert refused.watch() is True
+    soon.join()
+
+
+def test_a_task_that_the_supernode_has_given_up_is_given_up(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_STOPPING", -1)
+    with pytest.raises(_NoAnswer, match="the SuperNode has given up the task"):
+        Refused(monkeypatch, tmp_path).watch()
+
+
+def test_a_worker_that_dies_after_a_refused_heartbeat_is_told_as_that(monkeypatch, tmp_path):
+    refused = Refused(monkeypatch, tmp_path, None)
+    with pytest.raises(_NoAnswer, match="ended with status 5"):
+        refused.watch()
+    assert refused.executor.died == 1
+
+
+def test_a_supernode_that_ends_after_it_refused_a_heartbeat_is_told_as_that(monkeypatch, tmp_path):
+    refused = Refused(monkeypatch, tmp_path, {"event": "answered"})
+    put = refused.worker.events.put
+    refused.worker.events = SimpleNamespace(
+        put=put, get=lambda timeout, get=refused.worker.events.get: setattr(refused.executor, "_broken", True) or get()
+    )
+    with pytest.raises(_NoAnswer, match="the SuperNode ended"):
+        refused.watch()

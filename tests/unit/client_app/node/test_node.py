@@ -1,7 +1,9 @@
 """The node's own folder, and the signals that stop it."""
 
 import fcntl
+import shutil
 import signal
+import stat
 import tempfile
 import threading
 import time
@@ -144,3 +146,37 @@ def test_a_drained_node_leaves_when_the_server_has_had_time_to_read_its_answer(n
         node._keep_supernode()
         assert time.monotonic() < sent + 30
     assert supernode.signed_off - sent >= 0.3
+
+
+def test_a_secret_that_a_cleaner_has_removed_is_there_again_for_the_next_supernode(node, tmp_path):
+    """Of a node without --state, whose folder is in the temporary folder."""
+    def secret():
+        options = node._options()
+        file = Path(options[options.index("--superexec-auth-secret-file") + 1])
+        assert file == tmp_path / "secret"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        return file.read_bytes()
+
+    first = secret()
+    assert len(first) == 32
+    (tmp_path / "secret").unlink()
+    assert secret() == first
+    shutil.rmtree(tmp_path)
+    assert secret() == first
+    assert [each.name for each in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_secret_is_written_anew_over_what_others_could_read(node, tmp_path):
+    (tmp_path / "secret").write_bytes(b"")
+    (tmp_path / "secret").chmod(0o644)
+    node._options()
+    assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
+    assert (tmp_path / "secret").read_bytes() == node._secret
+
+
+def test_the_executor_has_the_secret_that_the_supernode_reads(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(module, "Executor", lambda address, secret, *_: given.append(secret))
+    node = WarmNode(NodeSettings(superlink="127.0.0.1:1", insecure=True), tmp_path)
+    node._options()
+    assert given == [(tmp_path / "secret").read_bytes()]

@@ -13,7 +13,7 @@ from flwr.proto import runtime_pb2
 from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError, pull_objects
 from flwr.supercore.retry import RetryInvoker
 
-from tepal.host.flower import supernode
+from tepal.host.flower import refusals, supernode
 from tepal.host.flower.link import Link
 from tepal.host.flower.patches import FLOWER, UnsupportedFlowerVersion, change, quick, require_flower
 
@@ -63,6 +63,7 @@ def test_an_object_that_has_not_arrived_is_looked_for_soon_again():
 
 QUICK = ("initial_backoff", "backoff_cap", "max_tries_per_object")
 HANDLERS = "flwr.supernode.servicer.runtime.runtime_handlers"
+CONNECTION = "flwr.client.grpc_rere_client.connection"
 START = "flwr.supernode.start_client_internal"
 STATE = "flwr.supernode.nodestate.in_memory_nodestate.InMemoryNodeState"
 MEMORY = "flwr.server.superlink.linkstate.in_memory_linkstate.InMemoryLinkState"
@@ -75,7 +76,11 @@ RELIED_ON = {
     f"{START}._make_fleet_connection_retry_invoker": ("max_retries", "max_wait_time", "connection_error_type"),
     f"{START}._pull_and_store_message": ("state", "receive", "confirm_message_received"),
     f"{START}._push_messages": ("state", "send"),
-    "flwr.client.grpc_rere_client.connection.flwr_exit": ("code", "message"),
+    f"{CONNECTION}.flwr_exit": ("code", "message"),
+    f"{CONNECTION}.create_channel": (
+        "server_address", "insecure", "root_certificates", "max_message_length", "interceptors",
+    ),
+    f"{CONNECTION}.HeartbeatSender": ("heartbeat_fn",),
     "flwr.supernode.cli.flower_supernode.NodeStateFactory": ("objectstore_factory",),
     "flwr.supernode.cli.flower_supernode.flower_supernode": (),
     "flwr.supernode.cli.flower_supernode.HTTP_SERVER_SHUTDOWN_TIMEOUT": (),
@@ -163,12 +168,14 @@ def test_flower_has_what_the_warm_node_uses(path):
 
 
 def test_the_connection_gives_what_the_warm_node_takes_apart():
-    """A node id first, then `receive`; `confirm_message_received` last."""
+    """A node id first, then `receive`; `pull_object`, `push_object` and `confirm_message_received` last."""
     given = str(inspect.signature(found(f"{START}.grpc_request_response")).return_annotation)
     members = "(int, receive, send, get_run, get_fab, pull_object, push_object, confirm)"
     assert given.count("Callable[") == 7, f"grpc_request_response gives {given}, expected {members}"
     assert re.search(r"Iterator\[tuple\[int, ", given), f"the node id is not the first of {given}"
-    assert given.endswith("Callable[[int, str], None]]]"), f"confirm_message_received is not the last of {given}"
+    last = "Callable[[int, str], bytes], Callable[[int, str, str, bytes], None], Callable[[int, str], None]]]"
+    ends = given.replace("collections.abc.", "").endswith(last)
+    assert ends, f"pull_object, push_object and confirm_message_received are not the last of {given}"
 
 
 def test_the_main_loop_asks_for_replies_and_creates_a_task_before_it_stores_the_message():
@@ -228,6 +235,9 @@ def test_everything_that_is_replaced_in_the_supernode_is_found_and_used(monkeypa
     )
     waits = invoker.wait_gen_factory()
     assert max(next(waits) for _ in range(10)) == 5.0, "a SuperLink that is gone is asked every five seconds"
+    connection = importlib.import_module(CONNECTION)
+    assert connection.create_channel is refusals.channel
+    assert connection.HeartbeatSender(lambda: 1 / 0).heartbeat_fn() is False
     assert len(set(changed)) >= 6 and set(changed) <= set(RELIED_ON)
     link.close()
     there.close()

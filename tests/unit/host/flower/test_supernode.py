@@ -27,6 +27,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.supercore.inflatable.inflatable_utils import (
     ObjectPullError,
+    ObjectPushError,
     ObjectUnavailableError,
     inflate_object_from_contents,
     pull_objects,
@@ -669,12 +670,38 @@ def test_the_parent_hears_who_this_node_is_and_when_a_message_was_fetched(prompt
 
     @contextlib.contextmanager
     def connect():
-        yield (NODE, None, lambda run, message: confirmed.append((run, message)))
+        yield (NODE, *[None] * 6, lambda run, message: confirmed.append((run, message)))
 
-    with looking.around(connect)() as (_, _, confirm):
+    with looking.around(connect)() as (*_, confirm):
         confirm(1, "id")
     wait_until(lambda: [event["event"] for event in said] == ["connected", "fetched"])
     assert said[0]["node"] == NODE and confirmed == [(1, "id")]
+
+
+def test_an_object_that_the_superlink_has_stored_is_not_refused_when_it_is_sent_again(prompt):
+    """As after an acknowledgement that was lost; Flower's main loop would give the whole reply up."""
+    looking, _ = prompt
+    there = {}
+
+    def pull(run, object_id):
+        return there[run, object_id]
+
+    def push(run, session, object_id, content):
+        if (run, object_id) in there:
+            raise ObjectPushError(object_id, run, session)
+        there[run, object_id] = content
+
+    @contextlib.contextmanager
+    def connect():
+        yield (NODE, None, "send", "get_run", "get_fab", pull, push, None)
+
+    with looking.around(connect)() as (node, _, *others, pulling, pushing, _):
+        assert (node, others, pulling) == (NODE, ["send", "get_run", "get_fab"], pull)
+        for _ in range(2):
+            pushing(1, "session", "id", b"content")
+        with pytest.raises(ObjectPushError):
+            pushing(1, "session", "id", b"other")
+    assert there == {(1, "id"): b"content"}
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
