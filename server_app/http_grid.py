@@ -167,10 +167,13 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
                     self._awaited.setdefault(message_id, _Awaited(now)).requested = now
                 if all(now - self._awaited[message_id].asked < SHORTEST_PAUSE for message_id in unannounced):
                     return
-                for key in [key for key, each in self._awaited.items() if now - each.requested >= _FORGOTTEN]:
+                forgotten = [key for key, each in self._awaited.items() if now - each.requested >= _FORGOTTEN]
+                for key in forgotten:
                     del self._awaited[key]
                     self._sent.pop(key, None)
                 awaited = list(self._awaited)
+            for key in forgotten:
+                self._confirm(key)  # or the SuperLink would keep what its node has not fetched until the run ends
             answer = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=awaited))
             with self._lock:
                 for message_id in awaited:
@@ -222,15 +225,17 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
             )
             return make_message(metadata=metadata, error=Error(ErrorCode.MESSAGE_UNAVAILABLE, reason))
         self._confirm(reply_id)
+        if reply.has_error() and reply.metadata.src_node_id == self.node.node_id:
+            self._confirm(message_id)  # the SuperLink gave it up, and would keep what its node has not fetched
         # What the reply's own object says of it is its sender's, and was not compared with the message that it answers.
         reply.metadata.__dict__.update(_message_id=reply_id, _reply_to_message_id=message_id)
         self._learn(message_id, reply.has_error(), reads_single(root))
         return reply
 
-    def _confirm(self, reply_id: str) -> None:
-        """Let the SuperLink delete the objects of a reply."""
+    def _confirm(self, message_id: str) -> None:
+        """Let the SuperLink delete the objects of a message."""
         self._runtime_client.ConfirmMessageReceived(
-            ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=reply_id)
+            ConfirmMessageReceivedRequest(node=self.node, run_id=self.run.run_id, message_object_id=message_id)
         )
 
     def _learn(self, message_id: str, failed: bool, reads: bool) -> None:

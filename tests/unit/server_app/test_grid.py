@@ -14,6 +14,7 @@ from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedResponse, PullObjectResponse, PushObjectResponse
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import GetNodesResponse, PullAppMessagesResponse, PushAppMessagesResponse
+from flwr.server.superlink.linkstate.utils import create_message_error_unavailable_res_message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -367,3 +368,23 @@ def test_another_flower_and_another_grid_stay_as_they_are(monkeypatch, caplog):
     with caplog.at_level("WARNING", logger="flwr"):
         assert prompt(flower) is flower
     assert FLOWER in caplog.text and "1.41.0" in caplog.text
+
+
+@pytest.mark.parametrize("error", ["node_unavail", "msg_unavail"])
+def test_the_superlink_forgets_a_message_that_its_node_never_fetched(grid, runtime, error):
+    """It would keep the whole model of the round until the run ends."""
+    sent = Message(RecordDict(), dst_node_id=5, message_type="train")
+    sent.metadata.__dict__.update(_message_id="m1", _run_id=7)
+    given_up = create_message_error_unavailable_res_message(sent.metadata, error)
+    runtime.announced["m1"] = given_up
+    runtime.objects[given_up.object_id] = given_up.deflate()
+    runtime.arrived.add(given_up.object_id)
+    (came,) = quickly(lambda: grid.pull_messages(["m1"]))
+    assert came.has_error() and runtime.confirmed == [given_up.object_id, "m1"]
+
+
+def test_the_superlink_forgets_messages_that_nobody_waits_for_any_more(grid, runtime, monkeypatch):
+    quickly(lambda: grid.pull_messages(["m1"]))
+    monkeypatch.setattr(http_grid, "_FORGOTTEN", SHORTEST_PAUSE / 2)
+    quickly(lambda: grid.pull_messages(["m2"]))
+    assert runtime.confirmed == ["m1"]
