@@ -37,6 +37,8 @@ from tepal.strategies.schedule import mode_of, rounds_of
 
 log = getLogger("flwr")
 
+_OF_MEMBER = "member "  # before the name of a member's option, in the method's description
+
 
 def rounds_of_mode(rounds: int, modes: int, strata: int) -> int:
     """Return the mean number of rounds in which a mode is trained: in each by at least one of Q strata, with the
@@ -88,6 +90,10 @@ class FedEnsembleMethod(Method[EnsembleState]):
     def begin(self, rounds: int) -> None:
         self._rounds = rounds
         self.member.begin(rounds_of_mode(rounds, self.modes, self.strata))
+
+    def resumed(self, options: Mapping[str, Any]) -> None:
+        of_member = (item for item in options.items() if item[0].startswith(_OF_MEMBER))
+        self.member.resumed({key.removeprefix(_OF_MEMBER): value for key, value in of_member})
 
     def transfer_blocks(self, model: ServerModel) -> Mapping[str, Names]:
         return self.member.transfer_blocks(model)
@@ -220,7 +226,7 @@ class FedEnsembleMethod(Method[EnsembleState]):
             "weighting": self.weighting,
             "assign": self.assign,
             "member": type(self.member).__name__,
-            **{f"member {key}": value for key, value in self.member.describe().items()},
+            **{f"{_OF_MEMBER}{key}": value for key, value in self.member.describe().items()},
         }
 
     def record(self, state: EnsembleState, plans: Sequence[Plan]) -> Mapping[str, np.ndarray]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import numpy as np
 from pydantic import Field
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 RIDGE = "ridge"
 """Option of a plan: λ of (λ/2)·‖W_V‖²_F, where W_V are the entries of the plan's group `value_projection`."""
 
+_WARMUP = "warm-up rounds"  # in the method's description
 _PIECE = 1 << 18  # elements of an entry that are processed together: they fit into a processor's cache
 
 
@@ -59,6 +60,11 @@ class FedFrozenMethod(PartialAveraging):
     def begin(self, rounds: int) -> None:
         if self._follows_rounds:
             self.warmup_rounds = usual_warmup(rounds)
+
+    def resumed(self, options: Mapping[str, Any]) -> None:
+        """Keep the warm-up of the run that is resumed: what was frozen stays frozen if the run is prolonged."""
+        if self._follows_rounds:
+            self.warmup_rounds = options.get(_WARMUP, self.warmup_rounds)
 
     def init(self, model: ServerModel, run: Run) -> ModelState:
         self._blocks = attention_blocks(model, self.ridge)
@@ -94,7 +100,7 @@ class FedFrozenMethod(PartialAveraging):
         return "frozen" if self.frozen(state) else "warm-up"
 
     def describe(self) -> Mapping[str, str | int | float]:
-        return {"warm-up rounds": self.warmup_rounds, "ridge": self.ridge}
+        return {_WARMUP: self.warmup_rounds, "ridge": self.ridge}
 
 
 @listed(
@@ -109,7 +115,7 @@ class FedFrozen(MethodStrategy):
 
     Args:
         warmup_rounds: T_warm, rounds before query and key projections are frozen. 0: they are never trained. The
-            number of rounds or more: FedAvg. -1: three tenths of the rounds.
+            number of rounds or more: FedAvg. -1: three tenths of the rounds; a run that is resumed keeps its number.
         ridge: λ of (λ/2)·‖W_V‖²_F on the weights of the value projections, added by the clients' training function.
         round_options: see `MethodStrategy`. `model` is required: the names of entries do not show which are query and
             key projections.

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -169,6 +169,13 @@ class Method(ABC, Generic[State]):
 
     def begin(self, rounds: int) -> None:
         """Called before everything else of a run, with the number of its rounds in total."""
+
+    def resumed(self, options: Mapping[str, Any]) -> None:
+        """Called after `begin` if the run is resumed, with what `describe` returned when the checkpoint was written.
+
+        A method whose options follow from the number of rounds takes them over: a run may be prolonged.
+        """
+        return None
 
     @abstractmethod
     def init(self, model: ServerModel, run: Run) -> State:

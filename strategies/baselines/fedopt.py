@@ -62,6 +62,8 @@ class OptimizerState(ModelState):
     second: Arrays | None = None
     norms: tuple[float, ...] = ()
     """‖Δ‖ over the parameters in the last rounds, scaled down; of adaptive optimizers."""
+    factors: tuple[float, ...] = ()
+    """Factors of the learning rate in these rounds. States of earlier versions have none."""
 
 
 class ServerOptimizerMethod(GlobalModelMethod[OptimizerState]):
@@ -73,13 +75,14 @@ class ServerOptimizerMethod(GlobalModelMethod[OptimizerState]):
     def __init__(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate
         self._parameters: Names
+        self._run: Run
 
     def init(self, model: ServerModel, run: Run) -> OptimizerState:
-        self._parameters, self.mean = parameters_of(model), run.mean
+        self._parameters, self._run, self.mean = parameters_of(model), run, run.mean
         return OptimizerState(only_start(model))
 
     def merger(self, state: OptimizerState, round: int) -> OptimizerMerger:
-        return OptimizerMerger(self, state)
+        return OptimizerMerger(self, state, self._run.factor(round))
 
     @abstractmethod
     def step(
@@ -92,11 +95,22 @@ class ServerOptimizerMethod(GlobalModelMethod[OptimizerState]):
 
 
 class OptimizerMerger(ModelMerger[OptimizerState]):
-    """Merge replies as FedAvg does, then step from the model before the round along the difference."""
+    """Merge replies as FedAvg does, then step from the model before the round along the difference.
 
-    def __init__(self, method: ServerOptimizerMethod, state: OptimizerState) -> None:
+    Args:
+        method: that makes the step.
+        state: before the round.
+        factor: of the learning rate in the round.
+    """
+
+    def __init__(self, method: ServerOptimizerMethod, state: OptimizerState, factor: float) -> None:
         super().__init__(state, mean=method.mean)
         self._method = method
+        self._factor = factor
+        # Norms of which it is not known at which learning rate they were found are forgotten.
+        known = len(state.norms) == len(state.factors)
+        self._earlier = tuple(zip(state.norms, state.factors, strict=True)) if known else ()
+        """(‖Δ‖, factor) of the last rounds."""
         self._changes: list[tuple[float, int]] = []
         """(norm of the client's change of the parameters, n_k)."""
 
@@ -109,7 +123,7 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
     def finish(self) -> OptimizerState:
         state, entries = self._state, self._mean.result()
         first, second = dict(state.first or {}), dict(state.second or {})
-        share, norms = self._limited(entries) if self._method.limits_delta else (1.0, ())
+        share, rounds = self._limited(entries) if self._method.limits_delta else (1.0, ())
         for name in self._method._parameters:
             w = state.entries[name]
             wide = np.result_type(w.dtype, np.float32)  # squares of changes are too small for float16
@@ -122,11 +136,12 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
             first[name] = np.asarray(m, dtype=wide)
             if v is not None:
                 second[name] = np.asarray(v, dtype=wide)
-        return self._next_state(entries, first=first, second=second, norms=norms)
+        norms, factors = tuple(norm for norm, _ in rounds), tuple(factor for _, factor in rounds)
+        return self._next_state(entries, first=first, second=second, norms=norms, factors=factors)
 
-    def _limited(self, entries: Arrays) -> tuple[float, tuple[float, ...]]:
-        """The share of Δ_t that enters the step, and the norms of the last rounds with that of this one."""
-        earlier = self._state.norms
+    def _limited(self, entries: Arrays) -> tuple[float, tuple[tuple[float, float], ...]]:
+        """The share of Δ_t that enters the step, and (‖Δ‖, factor) of the last rounds and this one."""
+        earlier = self._earlier
         parameters = {name: entries[name] for name in self._method._parameters}
         try:
             norm = math.sqrt(sum(squared_norms(parameters, self._state.entries).values()))
@@ -134,12 +149,16 @@ class OptimizerMerger(ModelMerger[OptimizerState]):
             return 1.0, earlier
         most = min(self._most_of_clients(), self._most_of_rounds())
         share, counted = (most / norm, most) if norm > most * _ROUNDING else (1.0, norm)
-        return share, (*earlier, counted)[-ROUNDS:] if math.isfinite(counted) else earlier
+        return share, (*earlier, (counted, self._factor))[-ROUNDS:] if math.isfinite(counted) else earlier
 
     def _most_of_rounds(self) -> float:
-        """Largest norm of Δ_t beside those of the last rounds."""
-        earlier = self._state.norms
-        usual = median(earlier) if len(earlier) >= FEWEST else 0.0
+        """Largest norm of Δ_t beside those of the last rounds.
+
+        Where the learning rate rises, as it does if a run with a cosine schedule is prolonged, what is usual rises with
+        it. It does not fall with it: not all of a change need follow the learning rate.
+        """
+        now, earlier = self._factor, [(norm, then) for norm, then in self._earlier if then > 0]
+        usual = median(norm * max(now / then, 1.0) for norm, then in earlier) if len(earlier) >= FEWEST else 0.0
         return MOST_TIMES * usual if usual > 0 else math.inf  # a learning rate of zero says nothing
 
     def _most_of_clients(self) -> float:

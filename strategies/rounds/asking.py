@@ -105,8 +105,10 @@ class Asker:
             found[plan.client] = share * min((sums[key] ** 2 / squares[key] for key in returned), default=0.0)
         return found
 
-    def ask(self, messages: list[Outgoing], this: Round, limit: int | None = None) -> Iterator[Reply]:
-        """Send these messages, and yield the good replies as they arrive."""
+    def ask(
+        self, messages: list[Outgoing], this: Round, limit: Callable[[], int] | None = None
+    ) -> Iterator[Reply]:
+        """Send these messages, and yield the good replies as they arrive. `limit`: as of `Messenger.exchange`."""
         try:
             for answer in self.exchange(this.report, messages, this.share(), limit):
                 if isinstance(answer, Answered):
@@ -120,7 +122,11 @@ class Asker:
             raise RoundFailed(f"round {this.number} cannot be sent: {error}") from error
 
     def exchange(
-        self, report: RoundReport, messages: Iterable[Outgoing], timeout: float, limit: int | None = None
+        self,
+        report: RoundReport,
+        messages: Iterable[Outgoing],
+        timeout: float,
+        limit: Callable[[], int] | None = None,
     ) -> Iterator[Answered | Failure]:
         """Send these messages, enter all events into the report, and yield each client's answer or failure."""
         messages = list(messages)

@@ -123,28 +123,32 @@ class Messenger:
         self.accept = accept
         self._inbox = Inbox(grid)
         self._waiting: dict[str, _Waiting] = {}  # by message id; of this exchange
+        self._gone: dict[int, tuple[_Waiting, str]] = {}  # by node id; of this exchange: it has left the SuperLink
         self._late: dict[str, tuple[Late, float]] = {}  # by message id; of earlier exchanges
         self._sessions: dict[int, str] = {}  # node id → when the node was started
         self._listed: Sequence[NodeInfo] = ()  # the last list of nodes
         self._metric_names: set[str] = set()  # of the run's reports
         self._brought: dict[int, int] = {}  # node id → how many of them it was the first to report
 
-    def exchange(self, messages: Iterable[Outgoing], *, timeout: float, limit: int | None = None) -> Iterator[Event]:
+    def exchange(
+        self, messages: Iterable[Outgoing], *, timeout: float, limit: Callable[[], int] | None = None
+    ) -> Iterator[Event]:
         """Send these messages, and yield events until all clients have answered or `timeout` seconds have passed.
 
         Each client has exactly one `Answered` or one `Failure`. With a `limit`, the exchange ends after that many good
-        replies; later replies are dropped.
+        replies; later replies are dropped. It is asked again after each event, because whoever gets the events may find
+        that a reply is not good after all.
         """
         begun = time.monotonic()
         deadline = begun + timeout
-        self._waiting = {}
+        self._waiting, self._gone = {}, {}
         for outgoing in messages:
             yield self._send(outgoing, deadline)
         self.sender.packer.forget()
         look_around = time.monotonic() + _LOOK_AROUND
         self._inbox.expect(self._late)
         good = 0
-        while self._waiting and (limit is None or good < limit) and time.monotonic() < deadline:
+        while self._waiting and (limit is None or good < limit()) and time.monotonic() < deadline:
             # A reply may be as large as the model: no reference to one may be left while the next one arrives.
             came = message = event = None
             came = self._inbox.take(min(deadline, look_around) - time.monotonic())
@@ -168,15 +172,20 @@ class Messenger:
                 looked = time.monotonic()
                 restarted = self._restarted()
                 look_around = time.monotonic() + max(_LOOK_AROUND, _LOOKS * (time.monotonic() - looked))
+                again = [self._gone.pop(node)[0] for node in restarted & self._gone.keys()]
                 for message_id, asked in list(self._waiting.items()):
                     if asked.outgoing.node_id in restarted and asked.resends < RESENDS:
-                        # Its process had the message, and has ended.
-                        outgoing = asked.outgoing
-                        log.warning("%s was restarted in round %d; its message is sent again.", outgoing.name,
-                                    outgoing.plan.round)  # fmt: skip
                         self._late[message_id] = self._waiting.pop(message_id).overdue
-                        yield self._send(outgoing, deadline, asked.resends + 1, asked.begun)
-        enough = limit is not None and good >= limit
+                        again.append(asked)
+                for asked in again:  # its process had the message, and has ended
+                    outgoing = asked.outgoing
+                    log.warning("%s was restarted in round %d; its message is sent again.", outgoing.name,
+                                outgoing.plan.round)  # fmt: skip
+                    yield self._send(outgoing, deadline, asked.resends + 1, asked.begun)
+        for asked, reason in self._gone.values():
+            yield _lost(asked.outgoing, reason)
+        self._gone = {}
+        enough = limit is not None and good >= limit()
         for asked in self._waiting.values():
             outgoing = asked.outgoing
             if enough:
@@ -236,7 +245,12 @@ class Messenger:
         outgoing = asked.outgoing
         client, number = outgoing.plan.client, outgoing.plan.round
         if message.has_error() and (outgoing.plan.action != INTRODUCE or not _app_raised(message)):
-            failure = _lost(outgoing, f"error {message.error.code}: {_reason(message)}")
+            reason = f"error {message.error.code}: {_reason(message)}"
+            left = message.error.code == ErrorCode.NODE_UNAVAILABLE
+            if left and self._waiting and asked.resends < RESENDS:
+                self._gone[outgoing.node_id] = asked, reason  # it may come back while others are waited for
+                return
+            failure = _lost(outgoing, reason)
             if client and _app_raised(message):  # after the exchange's mod has cached what came
                 held = self.ledger.record(client).held.difference(asked.exchange.replaces)
                 self.ledger.cached(client, held.union(asked.exchange.keeps))

@@ -39,6 +39,8 @@ class Past:
         self._left = _ROLLBACKS
         self._merges = 0  # since the run last returned
         self._changes: list[float] = []
+        self.most_failed = False
+        """Whether most clients failed in the round of the last merge."""
 
     def problem(self, before: Any, after: Any) -> str:
         """Why a merged state must not count; "" if it may.
@@ -93,7 +95,7 @@ class Past:
         before = self._round_before if self._before is not None else -1
         return {
             "round": self._round, "before": before, "left": self._left, "merges": self._merges,
-            "changes": list(self._changes),
+            "changes": list(self._changes), "most_failed": self.most_failed,
         }  # fmt: skip
 
     def restore(self, facts: Mapping[str, Any]) -> None:
@@ -106,6 +108,7 @@ class Past:
         self._before = self._saved(self._round_before)
         self._left, self._merges = facts.get("left", _ROLLBACKS), facts.get("merges", 0)
         self._changes = list(facts.get("changes", []))
+        self.most_failed = facts.get("most_failed", False)
 
 
 def arrays_of(value: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:

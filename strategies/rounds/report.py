@@ -130,6 +130,8 @@ class RoundReport:
     round: int
     phase: str
     asked: list[str] = field(default_factory=list)
+    cohort: list[str] = field(default_factory=list)
+    """The clients of this attempt. Those that fail in a phase before training are not asked to train."""
     replied: list[str] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
     """(client, reason): its answer was not merged."""
@@ -272,10 +274,29 @@ class RoundReport:
         if client in self.clients:
             self.clients[client].state = REFUSED
 
+    @property
+    def drawn(self) -> Sequence[str]:
+        """The clients of this attempt, from its first phase on."""
+        return self.cohort or self.asked
+
     def most_failed(self) -> bool:
-        """Whether more than half of the clients that were asked last have no good reply, and the model may be why."""
-        failed = [name for name in self.asked if name in self.failed_by_model and self.clients[name].state != REPLIED]
-        return 2 * len(failed) > len(self.asked)
+        """Whether most clients of this attempt have no good reply, and the model that they were sent may be why."""
+        failed = [name for name in self.failed_by_model.intersection(self.drawn) if not self._replied(name)]
+        return 2 * len(failed) > len(self.drawn)
+
+    def _replied(self, client: str) -> bool:
+        return client in self.clients and self.clients[client].state == REPLIED
+
+    def without_refused(self, names: Sequence[str], at_least: int) -> Sequence[str]:
+        """These clients without those whose replies this round refused, if as many are left as are needed.
+
+        If most were refused, the model may be why, and they are needed to tell.
+        """
+        refused = {client for client, _ in self.refused}
+        if 2 * len(refused.intersection(self.drawn)) > len(self.drawn):
+            return names
+        rest = tuple(name for name in names if name not in refused)
+        return rest if len(rest) >= at_least else names
 
     def add_server_metrics(self, record: MetricRecord | None) -> None:
         """Enter what the server measured of the round's result."""

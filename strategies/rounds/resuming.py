@@ -27,6 +27,7 @@ from tepal.strategies.rounds.ledger import ClientLedger
 
 log = getLogger("flwr")
 
+_FACTOR = "factor"  # in `standing`: of the learning rate in the checkpoint's round
 _HISTORY = ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp")
 
 
@@ -50,6 +51,8 @@ class Resuming:
     method: Method[Any]
     seed: int
     layout: Layout
+    factor: Callable[[int], float] = lambda _round: 1.0
+    """The factor of the learning rate in a round, as in `Run`."""
 
     def latest(self, *, resume: bool) -> Checkpoint | None:
         """The checkpoint from which the run is resumed; None if it starts at round 1.
@@ -69,6 +72,7 @@ class Resuming:
         if checkpoint is None:
             log.info("%s has no checkpoint: the run starts at round 1.", folder)
             return None
+        self.method.resumed(checkpoint.method)
         for what, then, now in (
             ("strategy", checkpoint.method, self._identity()),
             ("seed", checkpoint.seed, self.seed),
@@ -90,6 +94,12 @@ class Resuming:
         if "past" not in standing:  # of an earlier version, which took the round before for the state before
             standing = {**standing, "past": {"round": checkpoint.round, "before": checkpoint.round - 1}}
         before = versions.get(standing["past"]["before"], {})
+        # Where the learning rate rises, as it does if a run with a cosine schedule is prolonged after its last round,
+        # what was usual before says nothing: all clients would be refused. So it is forgotten, and the next round is
+        # judged as a first one. Scaled with the learning rate, it would be wrong for statistics, and for apps that have
+        # a learning rate of their own. Checkpoints of earlier versions do not have their round's factor.
+        if self.factor(checkpoint.round + 1) > standing.get(_FACTOR, 0.0):
+            standing = {**standing, "norms": {}, "past": {**standing["past"], "changes": []}}
         ledger.restore(checkpoint.held, checkpoint.current, standing, list(versions.values()), before)
         for name, memory in memories.items():
             memory.restore(standing.get(name, {}))
@@ -123,6 +133,7 @@ class Resuming:
         Returns the state, with its arrays mapped from the checkpoint's file, and the error's text or "".
         """
         known = ledger.to_facts()
+        remembered = {name: memory.to_facts() for name, memory in memories.items()}
         checkpoint = Checkpoint(
             round=round,
             experiment=experiment,
@@ -135,7 +146,7 @@ class Resuming:
                 kind: {str(number): dict(metrics) for number, metrics in getattr(result, kind).items()}
                 for kind in _HISTORY
             },
-            **{**known, "standing": {**known["standing"], **{name: of.to_facts() for name, of in memories.items()}}},
+            **{**known, "standing": {**known["standing"], **remembered, _FACTOR: self.factor(round)}},
         )
         trouble = ""
         try:

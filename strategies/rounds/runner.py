@@ -114,7 +114,6 @@ class RoundRunner:
             on_progress=on_progress,
         )  # fmt: skip
         self._judge = Judge(self.norms, rules.max_weight_share, clip=clips(robust), folder=run.folder)
-        self._most_had_failed = False  # in the round of the last merge
 
     def close(self) -> None:
         """Receive no further replies."""
@@ -152,7 +151,7 @@ class RoundRunner:
                 raise
             self.ledger.undo_merge()
             this.report.went_back = True
-            for client in this.report.asked:
+            for client in this.report.drawn:
                 self.ledger.good(client)
             aside = self.suspects.suspect_last(this.number)
             self._note(
@@ -214,7 +213,8 @@ class RoundRunner:
             candidates = self.cohorts.count()
             drawn = self.cohorts.draw(rules.fraction_train, report, attempts + searches, TRAIN)
             aside = self.suspects.set_aside(drawn.names, this.number, rules.min_replies)
-            names = tuple(name for name in drawn.names if name not in aside) if aside else drawn.names
+            names: Sequence[str] = [name for name in drawn.names if name not in aside] if aside else drawn.names
+            names = report.without_refused(names, rules.min_replies)
             report.left_out = sorted([*drawn.left_out, *aside])
             state, cohort = self._draw(state, this, names, min(drawn.size, len(names)), drawn.rng)
             if len(cohort) < rules.min_replies and self.cohorts.count() < candidates:
@@ -272,11 +272,12 @@ class RoundRunner:
 
     def _model_fails(self, this: Round) -> bool:
         """Whether most clients fail now, and did not in the round before: the model that was merged last may be why."""
-        return self.past.can_return and this.report.most_failed() and not self._most_had_failed
+        return self.past.can_return and this.report.most_failed() and not self.past.most_failed
 
     def _prepare(self, state: Any, this: Round, cohort: Sequence[str]) -> list[Plan]:
         """Run all phases but the last, and return the plans of the last one."""
         report = this.report
+        report.cohort = list(cohort)
         probe_replies: dict[str, Reply] = {}
         this.phases_left = len(self.method.phases)
         this.deadline = time.monotonic() + this.timeout
@@ -300,7 +301,8 @@ class RoundRunner:
         measured = self._judge.clip or self.rules.deterministic  # estimates differ from run to run
         messages = self._asker.outgoing(state, plans, this, measured=measured, limit=self.rules.max_replies)
         report.learning_rate = _mean_rate(messages, {})
-        replies = self._asker.ask(messages, this, self.rules.max_replies)
+        most, unmerged = self.rules.max_replies, list[str]()
+        replies = self._asker.ask(messages, this, (lambda: most + len(unmerged)) if most else None)
         merger = self.method.merger(state, this.number)
         metrics: dict[str, tuple[Mapping[str, float], int]] = {}
         exchanges: dict[str, str] = {}
@@ -308,17 +310,20 @@ class RoundRunner:
         by_client = {plan.client: plan for plan in plans}
         for reply in self._judge.judged(in_order, by_client, partial(self.method.values, state)):
             if isinstance(reply, Refused):
+                unmerged.append(reply.client)
                 self._refuse(reply.client, reply.reason, this)
                 continue
             try:
                 merger.add(reply)
             except OSError as error:  # of a method that stores models on disk
+                unmerged.append(reply.client)
                 self._judge.not_merged(reply.client)
                 report.notes.append((SERVER, f"the reply of {reply.client} cannot be stored: {error}"))
                 log.error("The reply of %s in round %d cannot be stored: %s", reply.client, this.number, error)
                 continue
             except Exception as error:  # of one client's values: a merger is as if this reply had not come
                 log.debug("The reply of %s cannot be merged.", reply.client, exc_info=True)
+                unmerged.append(reply.client)
                 self._judge.not_merged(reply.client)
                 self._refuse(reply.client, f"it cannot be merged ({type(error).__name__}: {error})", this)
                 continue
@@ -348,7 +353,7 @@ class RoundRunner:
         self.ledger.merged(exchanges, {client: examples for client, (_, examples) in metrics.items()})
         self.suspects.merged({client: self.norms.ratios.get(client, 0.0) for client in metrics})
         self.past.merged(state, this.number)
-        self._most_had_failed = report.most_failed()
+        self.past.most_failed = report.most_failed()
         return merged
 
     def _accept(self, plan: Plan, reply: Reply) -> None:

@@ -182,11 +182,11 @@ class MethodStrategy(WithoutHooks):
         check("timeout", timeout, timeout > 0, "positive")
         self.method.begin(num_rounds)
         model, saved = server_model(initial_arrays, self.blocks), self.checkpoints
-        resuming = Resuming(saved, self.method, self.rules.seed, model.layout) if saved else None
+        factor = partial(SCHEDULES[self.schedule], rounds=num_rounds)
+        resuming = Resuming(saved, self.method, self.rules.seed, model.layout, factor) if saved else None
         checkpoint = resuming.latest(resume=self.resume) if resuming else None
         folder = saved.folder if saved else None
         mean = mean_factory(self.robust, self.hostile_share, self.krum_keep, folder)
-        factor = partial(SCHEDULES[self.schedule], rounds=num_rounds)
         run = Run(self.rules.seed, folder, saved.keep if saved else 0, mean, factor)
         result = Result()
         first = 1

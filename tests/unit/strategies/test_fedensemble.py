@@ -861,6 +861,21 @@ def test_the_usual_warm_up_is_a_part_of_the_rounds_of_each_mode(strata):
     assert all(0.2 * each < member.warmup_rounds < 0.45 * each for each in rounds)
 
 
+def test_a_run_that_is_prolonged_keeps_the_warm_up_of_its_members(tmp_path):
+    phases = {}
+    for resume, rounds in ((False, 4), (True, 8)):
+        member = FedFrozen(model=make_vit())
+        strategy = FedEnsemble(
+            modes=2, member=member, fraction_evaluate=0, checkpoints=tmp_path / "checkpoints", resume=resume,
+            on_round=lambda report: phases.update({report.round: report.phase}),
+        )  # fmt: skip
+        app = quickstart_app(make_vit, [partial_exchange], calls_apply_plan=True)
+        grid = InProcessGrid([Node(app, {"partition-id": k}) for k in range(4)])
+        strategy.start(grid, vits(2), num_rounds=rounds, train_config=ConfigRecord({"lr": 0.02}))
+        assert strategy.method.member.warmup_rounds == 1
+    assert len(phases) == 8 and {phases[number] for number in range(5, 9)} == {"frozen"}
+
+
 @pytest.mark.parametrize(("rounds", "says"), [(6, True), (20, False)])
 def test_a_run_in_which_no_mode_is_ever_frozen_says_so(rounds, says, caplog):
     """Two clients, each of another stratum, train two of five modes in a round."""

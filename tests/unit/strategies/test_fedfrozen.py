@@ -14,6 +14,7 @@ from tepal.models.tiny_vit import TinyViT
 from tepal.strategies import FedAvg, FedFrozen, NoAttentionError, RoundFailed
 from tepal.strategies.fedfrozen import cost_ratio
 from tepal.strategies.in_process import InProcessGrid, Node
+from tepal.strategies.rounds.checkpoint import CheckpointError
 from tests.apps import quickstart_app
 
 CONFIG = ConfigRecord({"lr": 0.02})
@@ -365,3 +366,37 @@ def test_without_a_number_the_warmup_is_three_tenths_of_the_rounds(rounds, warmu
         strategy.start(grid, ArrayRecord(make_split().state_dict()), num_rounds=rounds)
         assert phases == ["warm-up"] * warmup + ["frozen"] * (rounds - warmup)
         phases.clear()
+
+
+def test_a_run_that_is_prolonged_keeps_its_warm_up_and_what_was_frozen(tmp_path):
+    """Three tenths of ten rounds are three, and of twenty would be six."""
+    app = quickstart_app(make_split, [partial_exchange], calls_apply_plan=True)
+    model, states, phases = make_split(), {}, {}
+    for resume, rounds in ((False, 10), (True, 20)):
+        strategy = FedFrozen(
+            model=model, fraction_evaluate=0, checkpoints=tmp_path / "checkpoints", resume=resume,
+            on_round=lambda report: phases.update({report.round: report.phase}),
+        )  # fmt: skip
+        grid = InProcessGrid([Node(app, {"partition-id": k}) for k in range(2)])
+        strategy.start(
+            grid, ArrayRecord(model.state_dict()), num_rounds=rounds, train_config=CONFIG,
+            evaluate_fn=lambda number, arrays: states.update({number: entries(arrays, make_split)}),
+        )  # fmt: skip
+        assert strategy.method.warmup_rounds == 3
+    assert [phases[number] for number in range(1, 21)] == ["warm-up"] * 3 + ["frozen"] * 17
+    for name in find_blocks(model).query_key:
+        assert len({states[number][name].tobytes() for number in range(3, 21)}) == 1
+    assert any(not np.array_equal(states[10][name], states[11][name]) for name in find_blocks(model).value)
+
+
+def test_another_number_of_warm_up_rounds_is_still_another_strategy(tmp_path):
+    app = quickstart_app(make_split, [partial_exchange], calls_apply_plan=True)
+
+    def start(rounds, **options):
+        strategy = FedFrozen(model=make_split(), fraction_evaluate=0, checkpoints=tmp_path / "checkpoints", **options)
+        grid = InProcessGrid([Node(app, {"partition-id": k}) for k in range(2)])
+        strategy.start(grid, ArrayRecord(make_split().state_dict()), num_rounds=rounds, train_config=CONFIG)
+
+    start(2)
+    with pytest.raises(CheckpointError, match="of another strategy"):
+        start(3, warmup_rounds=2, resume=True)

@@ -1145,3 +1145,39 @@ def test_layers_that_take_microseconds_are_chosen_among():
     clients = Clients(lambda client, number, metrics: {**metrics, "layer-milliseconds": [1e-3] * LAYERS})
     out = run(clients, rounds=1, costs="milliseconds", budget=2e-3)
     assert out.reports[1].record["masks"].sum(axis=1).tolist() == [2] * 4
+
+
+def test_the_run_returns_to_the_model_before_one_that_no_client_can_probe():
+    """The liar's own app accepts its model: alone of five it answers the probe, and it would train alone."""
+
+    def app_of(honest):
+        app = ClientApp(mods=[PartialExchange()])
+
+        @app.train("probe")
+        def probe(msg, context):
+            if honest and max(np.abs(array).max() for array in received(msg).model.values()) > 5:
+                raise FloatingPointError("the loss is nan")
+            metrics = {"num-examples": 10, "layer-scores": [1.0] * LAYERS}
+            return Message(RecordDict({"metrics": MetricRecord(metrics)}), reply_to=msg)
+
+        @app.train()
+        def train(msg, context):
+            came = received(msg)
+            factor = 1.0 if honest or came.plan.round > 1 else 400.0
+            trained = set(came.plan.trains)
+            model = {
+                name: np.asarray(array + factor * 0.1, array.dtype) if name in trained else array
+                for name, array in came.model.items()
+            }
+            record = ArrayRecord({name: Array(np.asarray(array)) for name, array in came.layout.join(model).items()})
+            metrics = MetricRecord({"num-examples": 10})
+            return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=msg)
+
+        return app
+
+    nodes = [Node(app_of(honest=k != 1), {"partition-id": k}) for k in range(5)]
+    out = run(nodes=nodes, rounds=6, min_replies=1)
+    assert out.failure is None and max(np.abs(array).max() for array in out.models[1].values()) > 5
+    assert out.reports[2].went_back and "client-1" not in out.reports[2].replied
+    assert all(len(report.replied) >= 2 for report in out.reports.values())
+    assert max(np.abs(array).max() for array in out.models[6].values()) < 5

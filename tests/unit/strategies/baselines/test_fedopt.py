@@ -1,6 +1,7 @@
 """Adaptive optimizers at the server with replies that are far larger than usual, against the equations in NumPy."""
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from tepal.strategies.baselines.fedopt import (
 )
 from tepal.strategies.method import Run, ServerModel
 from tepal.strategies.robust import mean_factory
+from tepal.strategies.rounds.asking import SCHEDULES
 from tepal.strategies.rounds.checkpoint import Checkpoints, from_json, to_json
 from tests.unit.strategies.rounds.test_hostile_clients import run, values
 
@@ -36,10 +38,10 @@ METHODS = {
 EACH = pytest.mark.parametrize("name", METHODS)
 
 
-def started(method, robust="none"):
+def started(method, robust="none", factor=lambda _: 1.0):
     start = {name: array.copy() for name, array in START.items()}
     model = ServerModel("model", Layout.of_arrays(start), (start,), None)
-    return method.init(model, Run(mean=mean_factory(robust, 0.2, 0, None)))
+    return method.init(model, Run(mean=mean_factory(robust, 0.2, 0, None), factor=factor))
 
 
 def norm_of(change):
@@ -57,9 +59,9 @@ def changes_of(count, rng, scales=None):
     ]
 
 
-def merged(method, state, changes, examples, *, error=0.0):
+def merged(method, state, changes, examples, *, error=0.0, round=1):
     """`error`: of the norms of the clients' changes, which are estimates, at most."""
-    merger, rng = method.merger(state, 1), np.random.default_rng(1)
+    merger, rng = method.merger(state, round), np.random.default_rng(1)
     for k, (change, n) in enumerate(zip(changes, examples, strict=True)):
         part = {name: state.entries[name] + array for name, array in change.items()}
         found = {name: float((array**2).sum()) * rng.uniform(1 - error, 1) ** 2 for name, array in change.items()}
@@ -181,14 +183,59 @@ def test_the_norms_survive_a_checkpoint_and_an_earlier_versions_state_has_none()
     arrays = {}
     written = to_json(state, arrays)
     again = from_json(written, arrays)
-    assert again.norms == state.norms and len(again.norms) == 4
+    assert again.norms == state.norms and len(again.norms) == 4 == len(again.factors)
+    assert again.factors == state.factors
     large = changes_of(4, rng, [500.0] * 4)
     found = [merged(method, each, large, [1] * 4).entries for each in (state, again)]
     np.testing.assert_array_equal(flat(found[0]), flat(found[1]))
-    del written["fields"]["norms"]
+    del written["fields"]["norms"], written["fields"]["factors"]
     old = from_json(written, arrays)
     assert isinstance(old, OptimizerState) and old.norms == ()
     assert len(merged(method, old, large, [1] * 4).norms) == 1
+
+
+@EACH
+def test_where_the_learning_rate_rises_what_is_usual_rises_with_it(name):
+    """A run with a cosine over 40 rounds is resumed with 80: the step after it is that of the paper."""
+    rng = np.random.default_rng(9)
+    method, step = METHODS[name](), paper(name)
+    state = started(method, factor=partial(SCHEDULES["cosine"], rounds=40))
+    for number in range(1, 81):
+        factor = SCHEDULES["cosine"](number, 40 if number <= 40 else 80)
+        if number == 41:
+            assert state.factors == tuple(SCHEDULES["cosine"](k, 40) for k in range(36, 41))
+            method = METHODS[name]()
+            started(method, factor=partial(SCHEDULES["cosine"], rounds=80))
+        changes = changes_of(4, rng, rng.uniform(1, 2, 4) * factor)
+        delta = sum(flat(change) for change in changes) / 4
+        after = merged(method, state, changes, [1] * 4, round=number)
+        np.testing.assert_allclose(flat(after.entries), step(flat(state.entries), delta), rtol=0, atol=1e-12)
+        state = after
+
+
+def test_where_the_learning_rate_falls_what_is_usual_stays():
+    """Changes of an app that does not follow the schedule are not limited in its last rounds."""
+    rng = np.random.default_rng(10)
+    method, step = METHODS["adam"](), paper("adam")
+    state = started(method, factor=partial(SCHEDULES["cosine"], rounds=40))
+    for number in range(1, 41):
+        changes = changes_of(4, rng, [1.0] * 4)
+        delta = sum(flat(change) for change in changes) / 4
+        after = merged(method, state, changes, [1] * 4, round=number)
+        np.testing.assert_allclose(flat(after.entries), step(flat(state.entries), delta), rtol=0, atol=1e-12)
+        state = after
+
+
+def test_norms_without_their_learning_rates_are_forgotten():
+    """As those of an earlier version, which may be of the last rounds of a run that is prolonged now."""
+    rng = np.random.default_rng(11)
+    method = METHODS["adam"]()
+    state = replace(started(method), norms=(1e-6,) * 5)
+    changes = changes_of(4, rng)
+    after = merged(method, state, changes, [1] * 4)
+    expected = paper("adam")(flat(state.entries), sum(map(flat, changes)) / 4)
+    np.testing.assert_allclose(flat(after.entries), expected, rtol=0, atol=1e-12)
+    assert len(after.norms) == len(after.factors) == 1
 
 
 @cache

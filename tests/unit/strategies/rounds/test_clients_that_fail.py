@@ -357,6 +357,50 @@ def test_a_superlink_that_does_not_say_who_is_there_costs_nobody(trained, monkey
     assert "does not list its nodes: busy" in caplog.text
 
 
+class Leaves(Restarts):
+    """A SuperLink that answers for b at once that its node is unavailable. c answers when `waits_for(self)` is true."""
+
+    def __init__(self, nodes, waits_for, back=True):
+        super().__init__(nodes)
+        self.waits_for, self.back, self.looks = waits_for, back, 0
+
+    def get_nodes(self):
+        self.looks += bool(self.died_with)
+        nodes = super().get_nodes()
+        return nodes if self.back or not self.died_with else [node for node in nodes if node.name != "b"]
+
+    def pull_messages(self, message_ids):
+        (message_id,) = message_ids
+        message = self._sent.get(message_id)
+        if message is not None and is_training(message, "b", 2) and not self.died_with:
+            self.starts += 1
+            self.died_with.append(message_id)
+            del self._sent[message_id]  # as the SuperLink does
+            return [create_message_error_unavailable_res_message(message.metadata, "node_unavail")]
+        if message is not None and is_training(message, "c", 2) and not self.waits_for(self):
+            return []
+        return InProcessGrid.pull_messages(self, message_ids)
+
+
+def test_a_node_that_leaves_and_comes_back_while_others_train_is_asked_again(trained, monkeypatch, caplog):
+    monkeypatch.setattr(messenger, "_LOOK_AROUND", 0.05)
+    grid = Leaves(nodes_of(trained.app()), lambda grid: trained.rounds("b").count(2))
+    reports, models = run(grid, 3)
+    assert [report.resent for report in reports.values()] == [0, 1, 0]
+    assert not any(report.lost for report in reports.values())
+    assert models[2] == pytest.approx(mean_of("abc", 2))
+    assert "b was restarted in round 2; its message is sent again" in caplog.text
+
+
+def test_a_node_that_leaves_is_lost_when_the_others_have_answered(trained, monkeypatch):
+    monkeypatch.setattr(messenger, "_LOOK_AROUND", 0.05)
+    grid = Leaves(nodes_of(trained.app()), lambda grid: grid.looks > 2, back=False)
+    reports, models = run(grid, 2)
+    (name, reason), = reports[2].lost
+    assert name == "b" and reason.startswith("error 5: ")
+    assert models[2] == pytest.approx(mean_of("ac", 2)) and reports[2].resent == 0
+
+
 # ---- what Flower's grid raises and says ------------------------------------------------------------------------------
 
 

@@ -302,6 +302,16 @@ def test_the_run_returns_to_the_state_before_a_merge_that_no_client_can_train_fr
     assert any("the one before it, and goes on without client-1." in text for text in caplog.messages)
 
 
+def test_a_client_that_is_refused_is_not_among_the_first_that_a_round_waits_for():
+    """A round ends at three good replies. The first client of all is refused each time, and three others are there."""
+    scaled = values(lambda name, a: 1e6 * a)
+    strategy = FedAvg(fraction_train=1.0, min_replies=3, max_replies=3)
+    arrays, history = run(strategy, scaled, rounds=4, clients=5, clients_that_lie=(0,))
+    assert [len(report.replied) for report in history] == [3] * 4
+    assert all("client-0" not in report.replied for report in history)
+    assert_learned(arrays)
+
+
 def test_a_resumed_run_returns_as_well(tmp_path):
     folder, scaled = tmp_path / "checkpoints", values(lambda name, a: 400 * a)
     first = lies(scaled, rounds=(3,))
