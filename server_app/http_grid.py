@@ -167,13 +167,10 @@ class PromptGrid(HttpGrid):  # type: ignore[misc]
                     self._awaited.setdefault(message_id, _Awaited(now)).requested = now
                 if all(now - self._awaited[message_id].asked < SHORTEST_PAUSE for message_id in unannounced):
                     return
-                forgotten = [key for key, each in self._awaited.items() if now - each.requested >= _FORGOTTEN]
-                for key in forgotten:
+                for key in [key for key, each in self._awaited.items() if now - each.requested >= _FORGOTTEN]:
                     del self._awaited[key]
                     self._sent.pop(key, None)
                 awaited = list(self._awaited)
-            for key in forgotten:
-                self._confirm(key)  # or the SuperLink would keep what its node has not fetched until the run ends
             answer = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=awaited))
             with self._lock:
                 for message_id in awaited:

@@ -3,8 +3,7 @@
 The update of a client is what it returned less what it was sent. Its expected norm is √(Σ_b m_b²), where m_b is the
 running median of the norms of block b, over the blocks that it returned: so clients that return different layers can be
 compared. The **ratio** of an update is its norm over the expected one. Statistics such as BatchNorm's have a ratio of
-their own, and the larger one counts: they change by far more than the weights, which would be hidden beside them. Where
-they usually stay as they are, as constants do, a small share of the weights' usual norm is what is expected.
+their own, and the larger one counts: they change by far more than the weights, which would be hidden beside them.
 
 Norms are found as replies are read: measured where updates are clipped and with `deterministic`, otherwise estimated
 from a sample of each large entry, which costs next to nothing. A client that changes few values can escape the sample;
@@ -160,13 +159,8 @@ class UpdateNorms:
                 others = self._usual_of(f"{UPDATE}/{tree}/")
                 usual = {key: others if value is None else value for key, value in usual.items()}
             known = [(norm, of_block) for key, norm in blocks.items() if (of_block := usual[key]) is not None]
-            if not known:
-                continue
-            have, expected = [norm for norm, _ in known], [of_block for _, of_block in known]
-            if tree == _STATISTICS and not any(expected):  # constants: a ratio to zero would say nothing
-                yield [math.hypot(*have)], [_SMALLEST * self._usual_of_model()]
-            else:
-                yield have, expected
+            if known:
+                yield [norm for norm, _ in known], [of_block for _, of_block in known]
 
     def _usual(self, key: str) -> float | None:
         if key in self._medians:
@@ -176,15 +170,8 @@ class UpdateNorms:
 
     def _usual_of(self, prefix: str) -> float | None:
         """The median of the usual norms of those blocks for which one is known."""
-        return median(found) if (found := self._usual_norms(prefix)) else None
-
-    def _usual_of_model(self) -> float:
-        """The usual norm of the update of the whole model without its statistics; 0 if none is known."""
-        return math.hypot(*self._usual_norms(f"{UPDATE}//"))
-
-    def _usual_norms(self, prefix: str) -> list[float]:
         known = [self._usual(key) for key in {*self._medians, *self._now} if key.startswith(prefix)]
-        return [norm for norm in known if norm is not None]
+        return median(found) if (found := [norm for norm in known if norm is not None]) else None
 
     def to_facts(self) -> dict[str, Any]:
         """The norms, as a checkpoint has them."""

@@ -135,6 +135,8 @@ class RoundReport:
     replied: list[str] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
     """(client, reason): its answer was not merged."""
+    not_merged: set[str] = field(default_factory=set)
+    """Refused clients whose replies were good by themselves, and not beside the others'."""
     refused_by_client: set[str] = field(default_factory=set)
     """Refused clients that gave the reason themselves."""
     lost: list[tuple[str, str]] = field(default_factory=list)
@@ -270,6 +272,7 @@ class RoundReport:
     def refuse(self, client: str, reason: str) -> None:
         """Enter that a reply which had arrived is not merged."""
         self.refused.append((client, reason))
+        self.not_merged.add(client)
         self.failed_by_model.add(client)
         if client in self.clients:
             self.clients[client].state = REFUSED
@@ -288,14 +291,13 @@ class RoundReport:
         return client in self.clients and self.clients[client].state == REPLIED
 
     def without_refused(self, names: Sequence[str], at_least: int) -> Sequence[str]:
-        """These clients without those whose replies this round refused, if as many are left as are needed.
+        """These clients without those that are `not_merged`, if as many are left as are needed.
 
-        If most were refused, the model may be why, and they are needed to tell.
+        If most are, the model may be why, and they are needed to tell.
         """
-        refused = {client for client, _ in self.refused}
-        if 2 * len(refused.intersection(self.drawn)) > len(self.drawn):
+        if 2 * len(self.not_merged.intersection(self.drawn)) > len(self.drawn):
             return names
-        rest = tuple(name for name in names if name not in refused)
+        rest = tuple(name for name in names if name not in self.not_merged)
         return rest if len(rest) >= at_least else names
 
     def add_server_metrics(self, record: MetricRecord | None) -> None:

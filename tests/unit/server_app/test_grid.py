@@ -381,10 +381,3 @@ def test_the_superlink_forgets_a_message_that_its_node_never_fetched(grid, runti
     runtime.arrived.add(given_up.object_id)
     (came,) = quickly(lambda: grid.pull_messages(["m1"]))
     assert came.has_error() and runtime.confirmed == [given_up.object_id, "m1"]
-
-
-def test_the_superlink_forgets_messages_that_nobody_waits_for_any_more(grid, runtime, monkeypatch):
-    quickly(lambda: grid.pull_messages(["m1"]))
-    monkeypatch.setattr(http_grid, "_FORGOTTEN", SHORTEST_PAUSE / 2)
-    quickly(lambda: grid.pull_messages(["m2"]))
-    assert runtime.confirmed == ["m1"]

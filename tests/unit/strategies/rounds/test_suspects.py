@@ -209,41 +209,6 @@ def test_a_block_does_not_hide_behind_a_larger_one():
     assert norms.excess(squares(w=1.0, b=0.01**2)) <= 1.01  # a block that hardly changes may change for once
 
 
-def test_constants_have_a_bound_beside_the_updates_of_the_model():
-    """Nobody changes the buffer `std`, so that its usual norm is zero."""
-    norms = UpdateNorms({"m": ("w", "std")}, ["std"])
-
-    def squares(**of):
-        return norms.of(Reply(client="", parts={}, examples=1, metrics={}, squares={"model": of}), "model")
-
-    for k in range(5):
-        norms.enter(f"client-{k}", squares(w=1.0, std=0.0))
-    for _ in range(2):  # the present round, and an earlier one
-        assert norms.excess(squares(w=1.0, std=1e12)) > LARGEST and norms.ratio(squares(w=1.0, std=1e12)) > LARGEST
-        assert norms.excess(squares(w=1.0, std=0.0)) <= 1.01 and norms.ratio(squares(w=1.0, std=0.0)) <= 1.01
-        assert norms.excess(squares(w=1.0, std=1e-6)) <= 1.01  # as of a rounding error
-        norms.begin()
-
-
-def test_without_updates_of_the_model_a_change_of_constants_says_nothing():
-    norms = UpdateNorms({"m": ("w", "std")}, ["std"])
-    still = norms.of(Reply(client="", parts={}, examples=1, metrics={}, squares={"model": {"w": 0, "std": 0}}), "model")
-    for k in range(5):
-        norms.enter(f"client-{k}", still)
-    changed = Reply(client="", parts={}, examples=1, metrics={}, squares={"model": {"w": 1.0, "std": 1e12}})
-    assert norms.excess(norms.of(changed, "model")) == 0.0
-
-
-@pytest.mark.parametrize("robust", ["none", "clip"])
-def test_a_constant_buffer_that_one_client_changes_stays_as_it_is(robust):
-    initial = start(running_var=np.full(2, 3.0, np.float32))
-    arrays, history = run(
-        initial, only("running_var", 1e6), rounds=4, steps={"running_var": 0.0}, options={"robust": robust}
-    )
-    assert all(LIAR in dict(report.refused) for report in history[:3])
-    assert arrays["running_var"].tolist() == [3.0, 3.0]
-
-
 def test_a_round_without_a_merge_that_counts_leaves_the_model_as_it_is(monkeypatch):
     """All merges of the third round come out damaged: the run goes on with the fourth from the same state."""
     finish, seen = ModelMerger.finish, []
