@@ -36,9 +36,10 @@ a download. It also takes
   are found automatically, or named in the run config: `blocks.query-key`, `blocks.layers`, ….
 
 The key `pretrained` names the initial weights: [weights that come with Tepal](#weights-that-come-with-tepal), such a
-directory, a .safetensors, .pt or .pth file, or a repository on the hub, which the server downloads. The server sends
-them to the clients. If the head of the weights is for other classes than the run's, the model's head keeps random
-weights, which is logged; any other mismatch is an error before the run starts.
+directory, a .safetensors, .pt or .pth file, or a repository on the hub. `tepal simulate`, `compare` and `loopback`
+download it before the run; a deployment's server does so with `HF_HUB_OFFLINE=0`. The server sends the weights to the
+clients. If the head of the weights is for other classes than the run's, the model's head keeps random weights, which is
+logged; any other mismatch is an error before the run starts.
 
 Models of torchvision (mobilenet, resnet except resnet-20, shufflenet, vit) need the extra `vision`. Models named as on
 the Hugging Face hub, folders with a config.json and `compact-bert-news` need the extra `text`.
