@@ -19,6 +19,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,7 @@ def follow(
     threading.Thread(target=read, name="run-log", daemon=True).start()
     rest = ""
     try:
-        with log.open("w", encoding="utf-8") as file:
+        with _opened(log) as file:
             while True:
                 clock.check()
                 try:
@@ -274,8 +275,8 @@ def follow(
                 whole, newline, rest = text.rpartition("\n")
                 if chunk is None and rest:
                     whole, newline, rest = text, "\n", ""
-                file.write(whole + newline)
-                file.flush()
+                with contextlib.suppress(OSError):  # a full disk must not end the following of a run
+                    file.write((whole + newline).encode())
                 for line in whole.splitlines():
                     clock.tell("log", line)
                 if chunk is None:
@@ -298,6 +299,14 @@ def follow(
                 response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
         streaming.close()
         asking.close()
+
+
+def _opened(log: Path) -> FileIO:
+    """Open a log for writing; /dev/null in its place if that is impossible, as on a read-only disk."""
+    try:
+        return log.open("wb", buffering=0)
+    except OSError:
+        return open(os.devnull, "wb", buffering=0)
 
 
 def keep_log(log: Path, run: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping
@@ -96,9 +97,10 @@ class ServedApp:
         return f"FLWR_HOME={home} flwr run {app} tepal --run-config {resume}"
 
     def runs(self, known: Iterable[str]) -> list[RunOnDisk]:
-        """Return the known run directories and those in the folders."""
-        paths = {Path(path) for path in known}
+        """Return the known run directories and those in the folders, without symbolic links, as runs name them."""
+        paths = {Path(os.path.realpath(path)) for path in known}
         for folder in self.folders:
             with contextlib.suppress(OSError):
-                paths |= {path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()}
+                found = Path(os.path.realpath(folder)).iterdir()
+                paths |= {path for path in found if path.is_dir() and not path.is_symlink()}
         return [run for run in map(read_run, sorted(paths)) if run is not None]

@@ -177,7 +177,11 @@ def _register(fleet: Fleet, site: str, key: bytes, known: dict[bytes, NodeKey], 
         fleet.register(key, site)
         return KeyResult(site, "registered")
     if node.status == "unregistered":
-        return KeyResult(site, "", f"its key was revoked at this SuperLink, which never accepts it again. {new_key}")
+        problem = (
+            "its key was unregistered while this SuperLink ran, for example because it was missing from nodes/ for a "
+            f"minute. It is accepted again only after the SuperLink (`tepal server`) is restarted. {new_key}"
+        )
+        return KeyResult(site, "", problem)
     if node.name != site:
         return KeyResult(site, "", f"its key is registered there under another name, {node.name!r}. {new_key}")
     return KeyResult(site, "was registered before" + (f", is {node.status}" if node.status != "registered" else ""))

@@ -48,20 +48,27 @@ class Journal:
     """By run directory."""
     started: dict[str, JournalEntry] = field(default_factory=dict)
     """Runs started by --run-config, by `config_digest`."""
+    folder: str = field(init=False)
+    """The state folder, without symbolic links. The next server may find it elsewhere."""
 
     def __post_init__(self) -> None:
+        self.folder = os.path.realpath(self.path.parent)
         self._written = 0.0
 
     @classmethod
     def read(cls, path: Path) -> Journal:
-        """Return the journal in a file; an empty one without a file. Raises ServerError if it cannot be read."""
+        """Return the journal in a file; an empty one without a file. Raises ServerError if it cannot be read.
+
+        Run directories in a state folder that was moved or copied are those in the folder of this file, if it has them.
+        """
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
-            known = {item.name for item in fields(cls)} - {"path"}
+            known = {item.name for item in fields(cls) if item.init} - {"path"}
             journal = cls(path, **{key: value for key, value in kept.items() if key in known})
             for entries in (journal.runs, journal.started):
                 for key, value in list(dict[str, Any](entries).items()):
                     entries[key] = JournalEntry(**value)
+            journal.locate(kept.get("folder", ""))
         except FileNotFoundError:
             return cls(path)
         except PermissionError as error:
@@ -73,6 +80,24 @@ class Journal:
                 "move it away, and the newest unfinished run is resumed"
             ) from error
         return journal
+
+    def locate(self, before: str = "") -> None:
+        """Name all run directories by where they are now, without symbolic links. `before`: the state folder then."""
+
+        def located(path: str) -> str:
+            if before and Path(path).is_relative_to(before):
+                moved = os.path.join(self.folder, Path(path).relative_to(before))
+                if os.path.isdir(moved) or not os.path.isdir(path):  # not one that stayed where it was
+                    path = moved
+            return os.path.realpath(path)
+
+        # Of a directory that was recorded twice, through a link and without it, an outcome counts.
+        entries = sorted(self.runs.items(), key=lambda item: bool(item[1].outcome))
+        self.runs = {located(path): entry for path, entry in entries}
+        for entry in self.started.values():
+            entry.directory = entry.directory and located(entry.directory)
+        if directory := self.run.get("directory"):
+            self.run["directory"] = located(directory)
 
     def write(self) -> None:
         """Write the file, atomically; only its owner may read it."""
@@ -104,7 +129,8 @@ class Journal:
         return self.heartbeat
 
     def entry(self, run: Path | str) -> JournalEntry:
-        return self.runs.setdefault(str(run), JournalEntry())
+        """Return the entry for a run directory, which may be named through a symbolic link."""
+        return self.runs.setdefault(os.path.realpath(run), JournalEntry())
 
     def error(self, text: str) -> None:
         """Log an error, and keep it for `tepal server status`."""

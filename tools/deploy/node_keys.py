@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,24 +17,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tepal.server")
 
+_GONE = 60.0  # seconds without its file after which a key is unregistered
+
 
 class ServerError(RuntimeError):
     """The server cannot run. The message says what is wrong, where, and what to do."""
 
 
-def vanished(seen: Collection[bytes], present: Collection[bytes], missing: Collection[bytes]) -> tuple[set, set]:
-    """Return the keys to unregister, and the keys that are missing for the first time.
+def vanished(
+    seen: Collection[bytes], present: Collection[bytes], missing: Mapping[bytes, float], now: float
+) -> tuple[set[bytes], dict[bytes, float]]:
+    """Return the keys to unregister, and the other missing keys, each with the time since when it is missing.
 
-    A key is unregistered only when it is missing in two checks in a row: it can never be registered again with the same
-    SuperLink, and a file that is being replaced may be missing for a moment.
+    A key is unregistered only after a minute: it can never be registered again with the same SuperLink, and while a
+    folder is copied or synchronised its files may be missing for some seconds. A key in revoked/ does not wait.
 
     Args:
         seen: The keys that were in the folder before.
         present: The keys that are in the folder now.
-        missing: The keys that were missing in the check before.
+        missing: The keys that were missing in the check before, each with the time since when.
+        now: The present time, in seconds.
     """
-    gone = set(seen) - set(present)
-    return gone & set(missing), gone - set(missing)
+    since = {key: missing.get(key, now) for key in set(seen) - set(present)}
+    gone = {key for key, begun in since.items() if now - begun >= _GONE}
+    return gone, {key: begun for key, begun in since.items() if key not in gone}
 
 
 class Keys:
@@ -47,7 +54,7 @@ class Keys:
         self._present: dict[str, bytes] = {}  # the last valid key of each name
         self._revoked: dict[str, bytes] = {}  # the last valid key of each revoked file
         self._seen: set[bytes] = set()
-        self._missing: set[bytes] = set()
+        self._missing: dict[bytes, float] = {}  # with the time since when
         self._stamp: object = None
         self._unanswered = False  # the last update ended before all results were there
         self._logged: set[tuple[str, str]] = set()
@@ -101,7 +108,7 @@ class Keys:
             others = {*self._revoked.values(), *present.values()}
             doubtful -= {node.name for node in self._fleet.node_keys() if node.public_key not in others}
             present = {name: key for name, key in present.items() if name not in doubtful}
-        unregister, missing = vanished(self._seen, present.values(), self._missing)
+        unregister, missing = vanished(self._seen, present.values(), self._missing, time.monotonic())
         for node in self._fleet.node_keys() if unregister else ():
             if node.public_key in unregister and node.status != "unregistered":
                 self._fleet.unregister(node.node_id)
@@ -138,23 +145,24 @@ def _stamp(path: Path) -> tuple[str, int, int, int]:
 def check_credentials(server: ServerFolder, host: str, now: datetime) -> list[str]:
     """Return warnings about certificates that expire soon. Raises ServerError for credentials that cannot be used.
 
-    A server.crt of another authority may have intermediate certificates after its own.
+    Raises OSError for a disk that fails. A server.crt of another authority may have intermediate certificates after its
+    own.
 
     `host`: the name or address by which this machine reaches its own control port.
     """
     from tepal.host.site import read_certificate
     from tepal.tools.deploy.provision import SOON, ProvisionError, closed, hosts_of
 
-    for path in (server.root_certificates, server.certificate, server.key, server.nodes):
-        if not path.exists():
-            raise ServerError(
-                f"{server.folder} has no {path.name}: expected ca.crt, server.crt, server.key and nodes/NAME.pub, as "
-                "`tepal provision make` writes them"
-            )
     try:
+        for path in (server.root_certificates, server.certificate, server.key, server.nodes):
+            if not path.exists():
+                raise ServerError(
+                    f"{server.folder} has no {path.name}: expected ca.crt, server.crt, server.key and nodes/NAME.pub, "
+                    "as `tepal provision make` writes them"
+                )
         server.node_keys()
         server.revoked_keys()
-    except OSError as error:
+    except PermissionError as error:
         raise ServerError(str(closed(Path(error.filename or server.folder)))) from error
     warnings = []
     renew = "`tepal provision renew FOLDER --server` makes a new one"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RESUMES = "resume"
 """The run config key of apps whose runs can be resumed."""
 
-_LONGEST_RUN_PAUSE = 120.0  # seconds before a run is resumed again
+_RUN_PAUSES = 0.0, 5.0, 30.0, 120.0  # seconds before a run is resumed, by the number of attempts; then the last
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class JournalEntry:
     attempts: int = 0
     """Number of resumptions since the last finished round."""
     round: int | None = None
-    """The last finished round at the last attempt."""
+    """The last finished round at the last attempt; of the run of --run-config, the last one that is known."""
     tried: float = 0.0
-    """The time of the last attempt, in seconds since 1970."""
+    """When the last attempt failed, until then when it was submitted, in seconds since 1970; 0: pause no more."""
     directory: str = ""
     """The run directory of the run of --run-config, as soon as it is known."""
     begun: float = 0.0
@@ -135,14 +135,14 @@ def pause(times: int, longest: float) -> float:
 def next_attempt(entry: JournalEntry, newest: int | None, limit: int, now: float) -> float | None:
     """Return when to resume a run whose last finished round is `newest`, in seconds since 1970; None: no more.
 
+    The pause begins at `entry.tried`, or now if the clock was set back.
     A round that was finished since the last attempt resets the count of attempts in `entry`.
     """
     if newest is not None and (entry.round is None or newest > entry.round):
         entry.attempts, entry.round = 0, newest
     if entry.attempts >= limit:
         return None
-    # The clock may have been set back.
-    return min(entry.tried, now) + pause(entry.attempts, _LONGEST_RUN_PAUSE)
+    return max(now, min(entry.tried, now) + _RUN_PAUSES[min(entry.attempts, len(_RUN_PAUSES) - 1)])
 
 
 def config_digest(run_config: Mapping[str, Value]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,10 +52,12 @@ class RunQueue:
     def plan(self) -> list[Due]:
         """Return the runs to submit to a SuperLink that has just been started, and so has no runs."""
         now = time.time()
+        self.journal.locate()
         runs = self.app.runs(self.journal.runs)
         # A run that was being submitted when the SuperLink died is found like any other.
         self.submitting = None
-        self.journal.runs = {path: entry for path, entry in self.journal.runs.items() if Path(path).is_dir()}
+        deleted = _deleted(self.journal.runs)
+        self.journal.runs = {path: entry for path, entry in self.journal.runs.items() if path not in deleted}
         if self.journal.run.get("state") in ("submitted", "running"):
             last = next((run for run in runs if str(run.path) == self.journal.run.get("directory")), None)
             self.journal.run["state"] = "ended" if last and last.ended else "unfinished"
@@ -80,11 +84,18 @@ class RunQueue:
             found = find_submitted(runs, self.settings.run_config, entry.begun)
             entry.directory = str(found.path) if found else ""
         run = read_run(Path(entry.directory)) if entry.directory else None
-        if entry.outcome or (run is not None and (run.ended or run.round is not None)):
-            state = entry.outcome or ("ended" if run and run.ended else "unfinished")
-            log.info(
+        if run is not None and run.round is not None:
+            entry.round = run.round
+        if run is not None and run.ended and not entry.outcome:  # its directory may be deleted later
+            entry.outcome = "failed" if run.stopped_by else "ended"
+        if entry.outcome or entry.round is not None:
+            known = entry.outcome or run is not None
+            lost = "cannot be found; if its disk is away, mount it and restart the server"
+            log.log(
+                logging.INFO if known else logging.WARNING,
                 "The run of --run-config was started before (%s: %s) and is not started again. For another run, change "
-                "the run config, or use `flwr run`.", entry.directory or "no run directory", state,
+                "the run config, or use `flwr run`.", entry.directory or "no run directory",
+                (entry.outcome or "unfinished") if known else lost,
             )  # fmt: skip
             return []
         return self._again(None, now)
@@ -115,6 +126,12 @@ class RunQueue:
                      self.settings.attempts)  # fmt: skip
         return [due]
 
+    def _try_again(self, directory: Path | None, reason: str) -> None:
+        """As `_again`, for an attempt that has failed just now."""
+        now = time.time()
+        self._entry(Due(directory, now)).tried = now
+        self.due += self._again(directory, now, reason)
+
     def _entry(self, due: Due) -> JournalEntry:
         if due.directory is not None:
             return self.journal.entry(due.directory)
@@ -130,7 +147,7 @@ class RunQueue:
             self.submitting = None
             if error := result.exception():
                 self.journal.error(f"{due} could not be submitted: {error}")
-                self.due += self._again(due.directory, time.time(), str(error))
+                self._try_again(due.directory, str(error))
             else:
                 watches[result.result()] = self.watch(result.result(), superlink, due)
             return
@@ -189,6 +206,7 @@ class RunQueue:
             watch.leave()
             return True
         run = read_run(watch.directory) if watch.recorded and watch.directory else None
+        self._note_round(watch, run)
         if run is None or run.in_use or run.ended or status.status == "finished":
             watch.free_since = None
             if run is not None and self.journal.run.get("directory") == str(run.path):
@@ -199,10 +217,18 @@ class RunQueue:
             return False
         # Flower would notice after a minute.
         log.warning("The ServerApp of run %d (%s) has died.", watch.run_id, run.path)
-        fleet.stop_run(watch.run_id)
-        self.conclude(watch, "lost", "its process died")
+        text = _text(watch)  # before the log is moved
         watch.leave()
+        # Set also for the case that this server ends now: the stop below is not a person's.
+        watch.end = watch.end or ("lost", "its process died")
+        self.conclude(watch, *watch.end, text)
+        fleet.stop_run(watch.run_id)
         return True
+
+    def _note_round(self, watch: Watch, run: RunOnDisk | None) -> None:
+        """Note the last round of the run of --run-config: after one it is not started again, also if it is deleted."""
+        if watch.due is not None and watch.due.directory is None and run is not None and run.round is not None:
+            self._entry(watch.due).round = run.round
 
     def record_directory(self, watch: Watch) -> None:
         """Record the directory of a run."""
@@ -211,8 +237,9 @@ class RunQueue:
         watch.recorded = True
         due = watch.due
         if due is None:
-            # A person started or resumed it: the earlier entry no longer counts.
-            self.journal.runs[str(watch.directory)] = JournalEntry(begun=time.time())
+            # A person started or resumed it: the earlier entry, under whatever name, no longer counts.
+            self.journal.locate()
+            self.journal.runs[os.path.realpath(watch.directory)] = JournalEntry(begun=time.time())
         elif due.directory is None:
             self._entry(due).directory = str(watch.directory)
             self.journal.entry(watch.directory)
@@ -222,12 +249,12 @@ class RunQueue:
             "directory": str(watch.directory), "run_id": watch.run_id, "state": "running", "attempt": entry.attempts,
         }  # fmt: skip
 
-    def conclude(self, watch: Watch, status: str, details: str) -> None:
-        """Decide what follows from the end of a run, and record it."""
+    def conclude(self, watch: Watch, status: str, details: str, text: str | None = None) -> None:
+        """Decide what follows from the end of a run, and record it. `text`: its log, if that was moved."""
         directory = watch.directory or (watch.due.directory if watch.due else None)
         run = read_run(directory) if directory else None
-        text = watch.log.read_text(encoding="utf-8", errors="replace") if watch.log.exists() else ""
-        reason = explain(text, details) if status == "failed" else details
+        self._note_round(watch, run)
+        reason = explain(_text(watch) if text is None else text, details) if status == "failed" else details
         what = outcome_of(status, run, reason)
         where = directory or f"run {watch.run_id}"
         if self.journal.run.get("directory") == str(directory or ""):
@@ -237,9 +264,9 @@ class RunQueue:
             self.journal.error(f"{where} was interrupted: {reason}")
             own = watch.due is not None and watch.due.directory is None
             if directory is not None and run is not None and run.round is not None:
-                self.due += self._again(directory, time.time(), reason)
+                self._try_again(directory, reason)
             elif own:  # it has no checkpoint
-                self.due += self._again(None, time.time(), reason)
+                self._try_again(None, reason)
             else:
                 log.error("%s finished no round, so it cannot be resumed: start it again.", where)
             return
@@ -257,10 +284,36 @@ class RunQueue:
             log.info("%s was stopped. To resume it: %s", where, self.app.resume_command(directory))
         else:
             log.info("%s has %s.", where, "been stopped" if what == "stopped" else what)
+        self.journal.beat(at_once=True)  # it counts also if this process is killed now
 
     def interrupted(self, watches: Iterable[Watch]) -> None:
         """Do not count the present attempts: the end of the server is not a failure of the runs."""
+        for entry in self._present(watches):
+            entry.attempts, entry.tried = max(0, entry.attempts - 1), 0.0
+
+    def broken_off(self, watches: Iterable[Watch]) -> None:
+        """Note that the present attempts have failed now, with their SuperLink."""
+        for entry in self._present(watches):
+            entry.tried = time.time()
+
+    def _present(self, watches: Iterable[Watch]) -> list[JournalEntry]:
         runs = [watch.due for watch in watches if watch.due and not watch.end]
         runs += [self.submitting[0]] if self.submitting else []
-        for entry in map(self._entry, runs):
-            entry.attempts, entry.tried = max(0, entry.attempts - 1), 0.0
+        return [*map(self._entry, runs)]
+
+
+def _text(watch: Watch) -> str:
+    return watch.log.read_text(encoding="utf-8", errors="replace") if watch.log.exists() else ""
+
+
+def _deleted(directories: Iterable[str]) -> set[str]:
+    """Return which run directories were deleted. An empty folder, or none, may be that of a disk without its mount."""
+    inside: dict[str, list[str]] = {}
+    for path in directories:
+        inside.setdefault(os.path.dirname(path), []).append(path)
+    deleted = set[str]()
+    for folder, paths in inside.items():
+        with contextlib.suppress(OSError):
+            if kept := {*os.listdir(folder)}:
+                deleted |= {path for path in paths if os.path.basename(path) not in kept}
+    return deleted

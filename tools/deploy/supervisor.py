@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import ssl
+import threading
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -33,6 +35,8 @@ _TICK = 0.5  # between two iterations of the loop
 _KEYS_INTERVAL = 3.0  # between two checks of the nodes' keys
 _RUNS_INTERVAL = 1.0  # between two requests for the runs' statuses
 _SILENT = 120.0  # after which a SuperLink that does not answer is restarted
+_ANSWERS = 5.0  # since its last answer within which a SuperLink is asked once more when the server ends
+_LAST_ANSWER = 3.0  # within which it must answer then
 _PENDING = 90.0  # after which a SuperLink that does not start an accepted run is restarted
 _START = 180.0  # within which a SuperLink must answer for the first time
 _GRACE = 10.0  # within which a SuperLink must end
@@ -187,7 +191,12 @@ class Supervisor:
                 self.journal.beat()
                 time.sleep(_TICK)
         except SystemExit:
+            if time.monotonic() - last_answer < _ANSWERS:
+                self._note_stops(watches, fleet)
             self.queue.interrupted(watches.values())
+            raise
+        except ProcessError:
+            self.queue.broken_off(watches.values())
             raise
         finally:
             for watch in watches.values():
@@ -195,6 +204,24 @@ class Supervisor:
                 if watch.end:
                     self.queue.conclude(watch, *watch.end)
                 watch.leave()
+
+    def _note_stops(self, watches: Mapping[int, Watch], fleet: Fleet) -> None:
+        """Note which runs a person has stopped. The threads that follow them may not know it yet."""
+        if not any(watch.end is None for watch in watches.values()):
+            return
+        statuses: dict[int, RunStatus] = {}
+
+        def ask() -> None:
+            with contextlib.suppress(Exception):
+                statuses.update(fleet.runs())
+
+        asking = threading.Thread(target=ask, name="last-answer", daemon=True)
+        asking.start()
+        asking.join(_LAST_ANSWER)
+        for run_id, watch in watches.items():
+            status = statuses.get(run_id, RunStatus())
+            if status.ended == "stopped" and watch.end is None:
+                watch.end = status.ended, status.details
 
     def _check_pending(self, watches: Mapping[int, Watch], statuses: Mapping[int, RunStatus]) -> None:
         """Raise ProcessError if an accepted run does not start: the SuperLink's executor can die without an error."""
@@ -211,7 +238,7 @@ class Supervisor:
             return
         try:
             warnings = check_credentials(settings.credentials, reachable(settings.host), datetime.now(UTC))
-        except ServerError as error:
+        except (ServerError, OSError) as error:
             if not again:
                 raise
             self.journal.error(str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ class Watch:
         self.log = log
         self.due = due
         self.directory: Path | None = None
-        """The run directory, once it is in the log."""
+        """The run directory without symbolic links, once it is in the log."""
         self.recorded = False
         """Whether the queue has recorded the run directory."""
         self.end: tuple[str, str] | None = None
@@ -48,7 +49,7 @@ class Watch:
         with contextlib.suppress(OSError):
             print(text, flush=True)  # it is not in the SuperLink's log
         if KEPT_IN in text and self.directory is None:
-            self.directory = Path(text.partition(KEPT_IN)[2].strip())
+            self.directory = Path(os.path.realpath(text.partition(KEPT_IN)[2].strip()))
 
     @property
     def lost(self) -> bool:

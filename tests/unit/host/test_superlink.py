@@ -2,10 +2,11 @@
 
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tepal.host.superlink import CONNECTION, connect, explain
+from tepal.host.superlink import CONNECTION, Clock, connect, explain, follow
 from tepal.host.toml import parse_run_config, to_toml
 from tepal.tools.simulation.ray_engine import RayEngine
 
@@ -126,3 +127,33 @@ def test_of_a_failed_server_app_in_deployment_its_last_exception_is_told():
 def test_the_module_of_an_exception_is_not_told():
     log = "ServerApp raised an exception\nTraceback (most recent call last):\ntepal.strategies.base.RoundFailed: no\n"
     assert explain(log) == "RoundFailed: no"
+
+
+class FakeControl:
+    """The Control API's client, for a run that logs two lines and completes."""
+
+    def StreamLogs(self, request):
+        for text in ("one\ntw", "o\n"):
+            yield SimpleNamespace(log_output=text)
+
+    def ListRuns(self, request):
+        status = SimpleNamespace(status="finished", sub_status="completed", details="")
+        return SimpleNamespace(run_dict={request.run_id: SimpleNamespace(status=status)})
+
+    def close(self):
+        pass
+
+
+needs_full = pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+
+
+@pytest.mark.parametrize("place", ["run.log", pytest.param("/dev/full", marks=needs_full), "no-folder/run.log"])
+def test_a_run_is_followed_to_its_end_also_when_its_log_cannot_be_written(tmp_path, monkeypatch, place):
+    monkeypatch.setattr("tepal.host.superlink.control_client", lambda *_: FakeControl())
+    log, told = tmp_path / place, []
+    superlink = SimpleNamespace(running=True, tail=lambda: "")
+    clock = Clock(lambda kind, text: told.append((kind, text)), 30.0)
+    assert follow(7, "127.0.0.1:1", superlink, clock, log) == ("completed", "")
+    assert told == [("log", "one"), ("log", "two")]
+    if place == "run.log":
+        assert log.read_text() == "one\ntwo\n"

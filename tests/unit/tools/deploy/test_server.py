@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from tepal.host.processes import ProcessError, free_port
 from tepal.records.round_record import RoundRecord
-from tepal.records.run_directory import RunDirectory
+from tepal.records.run_directory import KEPT_IN, RunDirectory
 from tepal.tools.cli.server import app as server
 from tepal.tools.cli.server import describe, why_dead, why_unhealthy
 from tepal.tools.deploy import provision
@@ -53,10 +53,11 @@ from tepal.tools.deploy.recovery import (
     read_run,
     unfinished,
 )
-from tepal.tools.deploy.run_queue import RunQueue
+from tepal.tools.deploy.run_queue import RunQueue, _deleted
 from tepal.tools.deploy.settings import Settings, superlink_command
 from tepal.tools.deploy.superlink_log import pass_on
 from tepal.tools.deploy.supervisor import Supervisor
+from tepal.tools.deploy.watch import Watch
 from tepal.tools.init import write_app
 
 CONFIG = {"strategy": "fedfrozen", "num-server-rounds": 4, "seed": 1}
@@ -189,15 +190,24 @@ def test_attempts_are_counted_until_a_round_is_finished():
     for _ in range(3):
         when.append(next_attempt(entry, 2, 3, now))
         entry.attempts, entry.tried = entry.attempts + 1, now
-    assert when == [0.0, 101.0, 102.0]
+    assert when == [100.0, 105.0, 130.0]
     assert next_attempt(entry, 2, 3, now) is None
     assert next_attempt(entry, 3, 3, now) == 100.0, "another round was finished: at once"
     assert entry == JournalEntry(attempts=0, round=3, tried=100.0)
 
 
-def test_a_clock_that_was_set_back_delays_nothing():
-    entry = JournalEntry(attempts=1, round=2, tried=1e9)
-    assert next_attempt(entry, 2, 5, 100.0) == 101.0
+@pytest.mark.parametrize(("attempts", "pause"), [(1, 5.0), (2, 30.0), (3, 120.0), (4, 120.0), (40, 120.0)])
+def test_the_pause_before_another_attempt_begins_when_the_last_one_has_failed(attempts, pause):
+    """Each further plan, as after a reboot, leaves it as it is."""
+    for failed, when in (
+        (998.0, 998.0 + pause),
+        (1e9, 1000.0 + pause),  # the clock was set back
+        (700.0, 1000.0),
+        (0.0, 1000.0),  # the server was stopped
+    ):
+        entry = JournalEntry(attempts=attempts, round=2, tried=failed)
+        assert next_attempt(entry, 2, 50, 1000.0) == when
+        assert entry.tried == failed
 
 
 @pytest.mark.parametrize("error", [KeyError("run-id"), TypeError("no TOML"), OSError("no room")])
@@ -277,6 +287,28 @@ def test_a_run_config_is_started_once(queue, new_run):
     assert planned(changed) == [None], "another run config is another run"
 
 
+@pytest.mark.parametrize("noted", ["end", "round", "nothing"])
+def test_a_run_config_is_not_started_again_when_its_run_was_deleted_after_a_round(queue, new_run, caplog, noted):
+    """Folders of finished runs may be deleted, also of a run that was resumed, whose end is noted for its directory."""
+    caplog.set_level("INFO")
+    made = queue({"seed": 1})
+    run = new_run("own", 0 if noted == "nothing" else 1, begun=20)
+    watch = FakeWatch(made.app.state / "none.log", run.path, Due(None, 0))
+    made.record_directory(watch)
+    if noted == "end":
+        run.write_summary()
+        assert planned(made) == [] and made._entry(watch.due).outcome == "ended"
+    else:
+        made.check(watch, RunStatus("running"), FakeRuns())
+    shutil.rmtree(run.path)
+    assert planned(made) == ([None] if noted == "nothing" else [])
+    if noted != "nothing":
+        state = "ended" if noted == "end" else "cannot be found; if its disk is away, mount it and restart the server"
+        last = caplog.records[-1]
+        assert f"The run of --run-config was started before ({run.path}: {state})" in last.message
+        assert last.levelname == ("INFO" if noted == "end" else "WARNING")
+
+
 def test_a_new_run_config_waits_for_the_run_that_goes_on(queue, new_run):
     run = new_run("before", 1, seed=7).path
     assert planned(queue({"seed": 1})) == [run, None]
@@ -322,6 +354,24 @@ def test_what_was_noted_of_run_directories_goes_with_them(queue, new_run):
     made.journal.runs = {here: JournalEntry("stopped"), "/nowhere": JournalEntry("stopped")}
     made.plan()
     assert list(made.journal.runs) == [here]
+
+
+@pytest.mark.parametrize("mount_point", [True, False])
+def test_what_was_noted_of_run_directories_stays_while_their_disk_is_away(queue, tmp_path, mount_point):
+    made = queue()
+    if mount_point:
+        (tmp_path / "disk").mkdir()
+    there = str(tmp_path / "disk" / "a")
+    made.journal.runs = {there: JournalEntry("stopped")}
+    made.plan()
+    assert list(made.journal.runs) == [there]
+
+
+def test_to_find_the_runs_that_were_deleted_each_folder_is_listed_once(monkeypatch):
+    listed, kept = [], {"/one": ["a"], "/two": ["a"], "/empty": []}
+    monkeypatch.setattr("tepal.tools.deploy.run_queue.os.listdir", lambda path: listed.append(path) or kept[path])
+    assert _deleted(["/one/a", "/one/b", "/two/a", "/one/c", "/two/b", "/empty/a"]) == {"/one/b", "/one/c", "/two/b"}
+    assert sorted(listed) == ["/empty", "/one", "/two"]
 
 
 def prepared(state, app):
@@ -385,22 +435,22 @@ class FakeWatch:
 
 
 class FakeRuns:
-    """The part of a fleet that stops runs."""
+    """The part of a fleet that stops runs. `stopped`: each with the end that its watch had by then."""
 
-    def __init__(self):
-        self.stopped = []
+    def __init__(self, watch=None):
+        self.watch, self.stopped = watch, []
 
     def stop_run(self, run_id):
-        self.stopped.append(run_id)
+        self.stopped.append((run_id, self.watch.end))
 
 
 def test_a_run_is_dead_when_its_directory_is_free_for_some_seconds_without_an_end(
     queue, new_run, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("tepal.tools.deploy.run_queue._DEAD_AFTER", 0.05)
-    run, runs = new_run("a", 2), FakeRuns()
-    made = queue()
+    run, made = new_run("a", 2), queue()
     watch = FakeWatch(tmp_path / "none.log", run.path)
+    runs = FakeRuns(watch)
     running = RunStatus("running")
     with run.in_use():
         assert not made.check(watch, running, runs) and watch.free_since is None
@@ -410,8 +460,25 @@ def test_a_run_is_dead_when_its_directory_is_free_for_some_seconds_without_an_en
     assert not made.check(watch, running, runs)
     time.sleep(0.1)
     assert made.check(watch, running, runs)
-    assert runs.stopped == [7], "its messages are not to keep the nodes busy"
+    end = "lost", "its process died"
+    assert runs.stopped == [(7, end)], "its messages are not to keep the nodes busy; that stop is not a person's"
     assert [due.directory for due in made.due] == [run.path]
+
+
+def test_an_end_that_becomes_known_when_a_dead_run_is_left_counts_with_its_log(queue, new_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("tepal.tools.deploy.run_queue._DEAD_AFTER", 0.0)
+    run, log = new_run("a", 2).path, tmp_path / "run.log"
+    log.write_text(CONFIG_ERROR)
+
+    class Leaving(FakeWatch):
+        def leave(self):
+            self.end = "failed", "ServerApp failed with exception: …"
+            log.rename(run / "flower.log")
+
+    made, watch = queue(), Leaving(log, run)
+    assert made.check(watch, RunStatus("running"), FakeRuns(watch))
+    assert made.due == [] and made.journal.runs[str(run)].outcome == "failed"
+    assert "model='x': known are a, b" in made.journal.last_error["text"]
 
 
 def test_a_run_whose_log_cannot_be_followed_ends_as_flower_says(queue, new_run, tmp_path):
@@ -424,6 +491,50 @@ def test_a_run_whose_log_cannot_be_followed_ends_as_flower_says(queue, new_run, 
     assert made.journal.runs[str(run)].outcome == "stopped" and made.due == []
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_run_in_a_folder_behind_a_symbolic_link_is_one_run(queue, new_run, tmp_path, stopped):
+    """A ServerApp logs the directory without links, and the server finds it through the link."""
+    run = new_run("a", 2, folder=tmp_path / "disk" / "runs").path
+    (tmp_path / "runs").symlink_to(tmp_path / "disk" / "runs")
+    made = queue()
+    watch = FakeWatch(tmp_path / "none.log", run)
+    made.record_directory(watch)
+    if stopped:
+        made.conclude(watch, "stopped", "")
+    assert planned(made) == ([] if stopped else [run])
+    assert {path: entry.outcome for path, entry in made.journal.runs.items()} == {
+        str(run): "stopped" if stopped else ""
+    }
+    assert made.journal.entry(tmp_path / "runs" / run.name) is made.journal.runs[str(run)]
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_folder_of_runs_that_becomes_a_link_while_the_server_runs_has_the_same_runs(
+    queue, new_run, tmp_path, resumed
+):
+    made, run = queue({"seed": 1}), new_run("a", 2).path
+    watch = FakeWatch(tmp_path / "none.log", run, Due(None, 0))
+    made.record_directory(watch)
+    made.conclude(watch, "stopped", "")
+    assert planned(made) == []
+    (tmp_path / "runs").rename(tmp_path / "disk")
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    there = tmp_path / "disk" / run.name
+    if resumed:
+        made.record_directory(FakeWatch(tmp_path / "none.log", there))
+    assert planned(made) == ([there] if resumed else [])
+    assert list(made.journal.runs) == [str(there)]
+    assert made._entry(Due(None, 0)).directory == made.journal.run["directory"] == str(there)
+
+
+def test_the_directory_in_a_runs_log_is_kept_without_symbolic_links(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    watch = SimpleNamespace(directory=None)
+    Watch._on_event(watch, "log", f"INFO :      {KEPT_IN}{tmp_path / 'runs' / 'a'}")
+    assert watch.directory == tmp_path / "disk" / "a"
+
+
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_run_whose_process_died_goes_on_whoever_started_it(queue, new_run, tmp_path, ours):
     run = new_run("a", 2).path
@@ -433,6 +544,19 @@ def test_a_run_whose_process_died_goes_on_whoever_started_it(queue, new_run, tmp
     made.conclude(watch, "lost", "its process died")
     assert [due.directory for due in made.due] == [run]
     assert made.journal.run["state"] == "unfinished"
+
+
+def test_an_attempt_that_fails_after_minutes_is_followed_by_the_whole_pause(queue, new_run, tmp_path):
+    """And a server that is started meanwhile goes on with that pause."""
+    run, made = new_run("a", 2).path, queue()
+    entry = made.journal.entry(run)
+    entry.attempts, entry.round, entry.tried = 2, 2, time.time() - 600
+    before = time.time()
+    made.conclude(FakeWatch(tmp_path / "none.log", run, Due(run, 0)), "lost", "its process died")
+    (due,) = made.due
+    assert before + 30 <= due.when <= time.time() + 30
+    time.sleep(0.01)
+    assert [each.when for each in made.plan()] == [due.when]
 
 
 def test_a_run_that_a_person_stopped_stays_stopped_until_a_person_resumes_it(queue, new_run, tmp_path):
@@ -450,14 +574,84 @@ def test_a_run_that_a_person_stopped_stays_stopped_until_a_person_resumes_it(que
     assert planned(again) == [run]
 
 
+@pytest.fixture
+def serve(queue, new_run, tmp_path, monkeypatch):
+    """Serves one run, resumed by the server if `ours`, until `runs` raises an exception; returns the run's entry."""
+
+    def serve_run(runs, ours, superlink=None):
+        run = new_run("a", 2).path
+        monkeypatch.setattr("tepal.tools.deploy.supervisor._TICK", 0.0)
+        monkeypatch.setattr("tepal.tools.deploy.supervisor._RUNS_INTERVAL", 0.0)
+        supervisor = Supervisor(Settings(state=tmp_path))
+        supervisor.queue = queue()
+        supervisor.journal = supervisor.queue.journal
+        entry = supervisor.journal.entry(run)
+        entry.attempts, entry.round, entry.tried = 2, 2, 1000.0
+        watch = FakeWatch(tmp_path / "none.log", run, Due(run, 0) if ours else None)
+        monkeypatch.setattr(supervisor.queue, "plan", list)
+        monkeypatch.setattr(supervisor.queue, "watch", lambda *_: watch)
+        with pytest.raises((SystemExit, ProcessError)):
+            supervisor._serve(superlink or SimpleNamespace(running=True), SimpleNamespace(runs=runs), None)
+        return supervisor.journal.runs[str(run)]
+
+    return serve_run
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [(RunStatus("finished", "stopped"), "stopped"), (RunStatus("running"), ""), (Unreachable("no answer"), ""),
+     (ValueError("no JSON"), ""), (None, "")],
+)  # fmt: skip
+def test_a_stop_just_before_the_end_of_the_server_is_noted(serve, tmp_path, monkeypatch, answer, outcome, ours):
+    """The thread that follows the run does not know it yet. The journal is written at once."""
+    asked, done = [], threading.Event()
+    monkeypatch.setattr("tepal.tools.deploy.supervisor._LAST_ANSWER", 5.0 if answer else 0.05)
+
+    def runs():
+        asked.append(time.monotonic())
+        if len(asked) == 2:
+            raise SystemExit  # as a signal does
+        if len(asked) == 3 and answer is None:
+            done.wait(10)
+        if len(asked) == 3 and isinstance(answer, Exception):
+            raise answer
+        return {7: RunStatus("running") if len(asked) == 1 else answer}
+
+    begun = time.monotonic()
+    entry = serve(runs, ours)
+    assert len(asked) == 3 and time.monotonic() - begun < 5
+    done.set()
+    assert entry.outcome == outcome
+    if ours:
+        assert (entry.attempts, entry.tried) == ((2, 1000.0) if outcome else (1, 0.0)), "it goes on at once"
+    if outcome:
+        (kept,) = Journal.read(tmp_path / STATE).runs.values()
+        assert kept.outcome == outcome
+
+
+def test_an_attempt_that_ends_with_its_superlink_has_failed_then(serve):
+    superlink, before = SimpleNamespace(running=True, returncode=1, tail=str), time.time()
+
+    def runs():
+        superlink.running = False
+        return {7: RunStatus("running")}
+
+    entry = serve(runs, True, superlink)
+    assert entry.attempts == 2 and entry.outcome == "" and before <= entry.tried <= time.time()
+
+
+CONFIG_ERROR = (
+    "ERROR :     ServerApp raised an exception\nTraceback (most recent call last):\n"
+    '  File "/x/apps/a.b.c/server_app/config/reading.py", line 3, in f\n    raise\n'
+    "tepal.server_app.config.errors.ConfigError: model='x': known are a, b\n"
+)
+
+
 def test_an_error_of_configuration_is_not_tried_again(queue, tmp_path, caplog):
     made = queue({"seed": 1})
     log = tmp_path / "run.log"
-    log.write_text(
-        "ERROR :     ServerApp raised an exception\nTraceback (most recent call last):\n"
-        '  File "/x/apps/a.b.c/server_app/config/reading.py", line 3, in f\n    raise\n'
-        "tepal.server_app.config.errors.ConfigError: model='x': known are a, b\n"
-    )
+    log.write_text(CONFIG_ERROR)
     due = Due(None, 0)
     made.conclude(FakeWatch(log, due=due), "failed", "ServerApp failed with exception: …")
     assert made.due == [] and made._entry(due).outcome == "failed"
@@ -491,10 +685,24 @@ def test_an_app_or_run_config_that_cannot_be_run_is_refused_in_words(queue, tmp_
 # ---- keys ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_counts_as_gone_when_it_was_gone_twice():
-    assert vanished({b"a", b"b"}, {b"a"}, set()) == (set(), {b"b"})
-    assert vanished({b"a", b"b"}, {b"a"}, {b"b"}) == ({b"b"}, set())
-    assert vanished({b"a", b"b"}, {b"a", b"b", b"c"}, {b"b"}) == (set(), set())
+def test_a_key_counts_as_gone_when_it_was_missing_for_a_minute():
+    assert vanished({b"a", b"b"}, {b"a"}, {}, 5.0) == (set(), {b"b": 5.0})
+    assert vanished({b"a", b"b"}, {b"a"}, {b"b": 5.0}, 64.9) == (set(), {b"b": 5.0})
+    assert vanished({b"a", b"b"}, {b"a"}, {b"b": 5.0}, 65.0) == ({b"b"}, {})
+    assert vanished({b"a", b"b"}, {b"a", b"b", b"c"}, {b"b": 5.0}, 65.0) == (set(), {}), "it is back"
+
+
+@pytest.fixture
+def later():
+    """Lets time pass for the keys, by so many seconds."""
+    now = [1000.0]
+
+    def wait(seconds):
+        now[0] += seconds
+
+    with pytest.MonkeyPatch.context() as own:  # not the test's, which it may undo
+        own.setattr("tepal.tools.deploy.node_keys.time", SimpleNamespace(monotonic=lambda: now[0]))
+        yield wait
 
 
 class FakeFleet:
@@ -528,7 +736,7 @@ def folder(tmp_path):
     return make(tmp_path / "deployment", hosts=["server.example.org"], sites=["site-0", "site-1"]).server
 
 
-def test_keys_are_registered_once_and_those_that_vanish_are_unregistered(folder, caplog):
+def test_keys_are_registered_once_and_those_that_vanish_are_unregistered(folder, caplog, later):
     caplog.set_level("INFO")
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
@@ -541,8 +749,10 @@ def test_keys_are_registered_once_and_those_that_vanish_are_unregistered(folder,
     path = folder.nodes / "site-1.pub"
     content = path.read_bytes()
     path.unlink()
-    keys.update()
-    assert fleet.names() == ["site-0", "site-1"], "it may be being replaced"
+    for _ in range(20):
+        keys.update()
+        assert fleet.names() == ["site-0", "site-1"], "the folder may be being copied"
+        later(3)
     keys.update()
     assert fleet.names() == keys.names == ["site-0"]
     assert "Node site-1: unregistered: its key was removed" in caplog.text
@@ -550,16 +760,37 @@ def test_keys_are_registered_once_and_those_that_vanish_are_unregistered(folder,
     for _ in range(3):
         keys.update()
     assert fleet.names() == keys.names == ["site-0"]
-    assert caplog.text.count("never accepts it again") == 1, "it is said once"
+    assert caplog.text.count("accepted again only after the SuperLink (`tepal server`) is") == 1, "it is said once"
+    restarted = FakeFleet()
+    Keys(folder, restarted).update()
+    assert restarted.names() == ["site-0", "site-1"], "which is true"
 
 
-def test_a_key_that_is_replaced_is_registered_and_the_old_one_is_not_any_more(folder, tmp_path):
+def test_a_key_that_comes_back_within_a_minute_was_never_unregistered(folder, later):
+    fleet = FakeFleet()
+    keys = Keys(folder, fleet)
+    keys.update()
+    path = folder.nodes / "site-1.pub"
+    content = path.read_bytes()
+    for _ in range(3):  # each absence is counted anew
+        path.unlink()
+        for _ in range(10):
+            keys.update()
+            later(3)
+        path.write_bytes(content)
+        keys.update()
+        later(3)
+    assert fleet.names() == keys.names == ["site-0", "site-1"]
+
+
+def test_a_key_that_is_replaced_is_registered_and_the_old_one_is_not_any_more(folder, tmp_path, later):
     other = make(tmp_path / "other", hosts=["x"], sites=["site-0"]).server
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
     keys.update()
     (folder.nodes / "site-0.pub").write_bytes((other.nodes / "site-0.pub").read_bytes())
     keys.update()
+    later(60)
     keys.update()
     assert sorted(fleet.names()) == ["site-0", "site-1"]
     assert [node.status for node in fleet.known.values() if node.name == "site-0"] == ["unregistered", "registered"]
@@ -611,7 +842,7 @@ def test_a_new_key_that_becomes_readable_is_registered(folder, caplog, monkeypat
     assert fleet.names() == keys.names == ["site-0", "site-1"]
 
 
-def test_a_name_whose_revoked_key_cannot_be_read_is_not_authorised(folder, caplog):
+def test_a_name_whose_revoked_key_cannot_be_read_is_not_authorised(folder, caplog, later):
     fleet = FakeFleet()
     (folder.revoked / "site-1-20260101T000000.000000Z.pub").write_bytes(b"half a ke")
     keys = Keys(folder, fleet)
@@ -620,11 +851,12 @@ def test_a_name_whose_revoked_key_cannot_be_read_is_not_authorised(folder, caplo
     (folder.revoked / "site-0-20260101T000000.000000Z.pub").write_bytes(b"half a ke")
     keys.update()
     assert fleet.names() == ["site-0"] and keys.names == [], "it may be being copied"
+    later(60)
     keys.update()
     assert fleet.names() == keys.names == []
 
 
-def test_a_renewed_key_stays_registered_while_the_revoked_one_cannot_be_read(folder, tmp_path):
+def test_a_renewed_key_stays_registered_while_the_revoked_one_cannot_be_read(folder, tmp_path, later):
     """Where the SuperLink knows the old key, and where the revoked file was read before."""
     new = (make(tmp_path / "other", hosts=["x"], sites=["site-0"]).server.nodes / "site-0.pub").read_bytes()
     revoked = folder.revoked / "site-0-20260101T000000.000000Z.pub"
@@ -638,6 +870,7 @@ def test_a_renewed_key_stays_registered_while_the_revoked_one_cannot_be_read(fol
         revoked.write_bytes(content)
         for _ in range(3):
             keys.update()
+            later(60)
         assert sorted(fleet.names()) == keys.names == ["site-0", "site-1"]
     fleet = FakeFleet()
     revoked.write_bytes(old)
@@ -646,6 +879,7 @@ def test_a_renewed_key_stays_registered_while_the_revoked_one_cannot_be_read(fol
     revoked.write_bytes(b"half a ke")
     for _ in range(3):
         keys.update()
+        later(60)
     assert fleet.names() == keys.names == ["site-0", "site-1"]
 
 
@@ -680,16 +914,18 @@ def test_a_server_does_not_start_with_a_folder_of_keys_that_is_closed(folder, mo
         check_credentials(folder, "localhost", datetime.now(UTC))
 
 
-def test_nobody_is_revoked_when_the_folder_or_a_file_cannot_be_read(folder, caplog):
+def test_nobody_is_revoked_when_the_folder_or_a_file_cannot_be_read(folder, caplog, later):
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
     keys.update()
     (folder.nodes / "site-1.pub").write_bytes(b"half a ke")
     for _ in range(3):
         keys.update()
+        later(60)
     folder.nodes.rename(folder.folder / "away")
     for _ in range(3):
         keys.update()
+        later(60)
     assert fleet.names() == ["site-0", "site-1"]
     assert caplog.text.count("the registered nodes stay as they are") == 1
 
@@ -731,7 +967,7 @@ def test_a_key_whose_registration_was_not_answered_is_logged_when_the_superlink_
     assert len(caplog.messages) == 2, "a server that is started again registers nothing"
 
 
-def test_what_was_registered_is_logged_when_unregistering_fails_after_it(folder, caplog, monkeypatch):
+def test_what_was_registered_is_logged_when_unregistering_fails_after_it(folder, caplog, monkeypatch, later):
     caplog.set_level("INFO")
     fleet = FakeFleet()
     keys = Keys(folder, fleet)
@@ -741,6 +977,7 @@ def test_what_was_registered_is_logged_when_unregistering_fails_after_it(folder,
     (folder.nodes / "site-0.pub").unlink()
     monkeypatch.setattr(fleet, "unregister", lambda node_id: (_ for _ in ()).throw(Unreachable("timed out")))
     keys.update()
+    later(60)
     for _ in range(2):
         with pytest.raises(Unreachable):
             keys.update()
@@ -792,6 +1029,32 @@ def test_credentials_that_lack_something_are_refused(folder):
     folder.key.unlink()
     with pytest.raises(ServerError, match=r"has no server\.key"):
         check_credentials(folder, "127.0.0.1", now)
+
+
+def test_the_daily_check_of_the_credentials_ends_no_server(folder, tmp_path, monkeypatch):
+    there = Path.exists
+
+    def refuse(path):
+        if path == folder.root_certificates:
+            raise PermissionError(13, "Permission denied", str(path))
+        return there(path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    supervisor = Supervisor(Settings(state=tmp_path, credentials=folder))
+    said = f"{folder.root_certificates} cannot be read by this user "
+    with pytest.raises(ServerError, match=f"{said}.*chown"):
+        supervisor._check_credentials()
+    supervisor._check_credentials(again=True)
+    assert said in supervisor.journal.last_error["text"]
+
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "exists", broken)
+    with pytest.raises(OSError, match="Input/output error"):  # which the command reports, as each OSError
+        supervisor._check_credentials()
+    supervisor._check_credentials(again=True)
+    assert supervisor.journal.last_error["text"] == "[Errno 5] Input/output error"
 
 
 def test_a_key_that_is_not_the_certificates_is_refused(folder, tmp_path):
@@ -893,6 +1156,48 @@ def test_the_journal_survives_and_only_its_owner_may_read_it(tmp_path):
         journal.path.write_text(damaged)
         with pytest.raises(ServerError, match="cannot be read"):
             Journal.read(journal.path)
+
+
+def test_a_state_folder_that_was_moved_keeps_what_was_noted_of_its_runs(tmp_path, new_run):
+    """What is outside of it has not moved."""
+    run = new_run("a", 2, folder=tmp_path / "one" / "runs").path
+    noted = {str(run): JournalEntry("stopped"), "/elsewhere/b": JournalEntry("left")}
+    journal = Journal(tmp_path / "one" / STATE, runs=noted, run={"directory": str(run)})
+    journal.started["digest"] = JournalEntry(directory=str(run))
+    journal.write()
+    assert Journal.read(journal.path) == journal
+    (tmp_path / "one").rename(tmp_path / "two")
+    moved = Journal.read(tmp_path / "two" / STATE)
+    here = str(tmp_path / "two" / "runs" / run.name)
+    assert moved.runs == {here: JournalEntry("stopped"), "/elsewhere/b": JournalEntry("left")}
+    assert moved.started["digest"].directory == moved.run["directory"] == here
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_journal_that_was_moved_without_the_runs_finds_them_where_they_were(tmp_path, new_run, copied):
+    run = new_run("a", 2, folder=tmp_path / "proj" / "results").path
+    noted = {str(run): JournalEntry("stopped"), str(tmp_path / "proj" / "results" / "gone"): JournalEntry("left")}
+    Journal(tmp_path / "proj" / STATE, runs=noted, run={"directory": str(run)}).write()
+    state = tmp_path / "proj" / "state"
+    state.mkdir()
+    (tmp_path / "proj" / STATE).rename(state / STATE)
+    if copied:
+        shutil.copytree(tmp_path / "proj" / "results", state / "results")
+    here = str(state / "results" / run.name) if copied else str(run)
+    moved = Journal.read(state / STATE)
+    assert moved.runs == {here: JournalEntry("stopped"), str(state / "results" / "gone"): JournalEntry("left")}
+    assert moved.run["directory"] == here
+
+
+def test_a_journal_that_names_a_run_through_a_link_and_without_it_keeps_its_outcome(tmp_path):
+    (tmp_path / "disk" / "a").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    run, link = str(tmp_path / "disk" / "a"), str(tmp_path / "runs" / "a")
+    for outcomes in ({run: "stopped", link: ""}, {run: "", link: "stopped"}):
+        noted = {path: JournalEntry(outcome) for path, outcome in outcomes.items()}
+        Journal(tmp_path / STATE, runs=noted, run={"directory": link}).write()
+        journal = Journal.read(tmp_path / STATE)
+        assert journal.runs == {run: JournalEntry("stopped")} and journal.run["directory"] == run
 
 
 def test_a_journal_that_is_closed_to_this_user_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
