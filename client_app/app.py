@@ -10,7 +10,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
-from torch import Tensor
+from torch import Tensor, nn
 
 from tepal import models
 from tepal.client_app import apply_plan, objectives, start
@@ -28,7 +28,7 @@ from tepal.host.imports import uncollected
 from tepal.training.data import check_partition
 from tepal.training.data.inputs import InputConfig, examples_of
 from tepal.training.data.partitions import import_partitioners
-from tepal.training.loop import Fitted, Score, accumulation, score
+from tepal.training.loop import Fitted, Score, accumulation, autocast, score
 from tepal.training.prediction import EnsembleScore, score_ensemble
 from tepal.training.probing import probe_layers, random_numbers_apart
 
@@ -123,9 +123,22 @@ def probe(msg: Message, context: Context) -> Message:
     """Measure the scores by which the server chooses this client's layers, without training."""
     client = LocalClient.of(msg, context)
     load_record(client.model, records_of(msg.content, ArrayRecord)["arrays"])
-    batches, size = client.batches.epoch(0), client.training.micro_batch_size
+    training = client.training
+
+    def loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        # Gradients in float16 would have to be scaled: they are computed in the model's own dtype.
+        with nullcontext() if training.autocast == "fp16" else autocast(training, inputs.device):
+            return client.task.loss_of(model, inputs, labels)
+
     with _turn(client):
-        scores = probe_layers(client.model, msg, batches, loss=client.task.loss_of, micro_batch_size=size)
+        scores = probe_layers(
+            client.model,
+            msg,
+            client.batches.epoch(0),
+            loss=loss,
+            micro_batch_size=training.micro_batch_size,
+            gradient_checkpointing=training.gradient_checkpointing,
+        )
     metrics = MetricRecord({"num-examples": len(client.batches), **client.budget, **scores})
     return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 

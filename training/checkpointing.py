@@ -53,11 +53,11 @@ def recomputed_layers(model: nn.Module) -> Iterator[None]:
 
 def _first_and_again(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a layer's forward pass and of its recomputation."""
-    return nullcontext(), _statistics_kept(module)
+    return nullcontext(), statistics_kept(module)
 
 
 @contextmanager
-def _statistics_kept(module: nn.Module) -> Iterator[None]:
+def statistics_kept(module: nn.Module) -> Iterator[None]:
     """Return a context in which forward passes do not change the running statistics of norms."""
     norms = [each for each in module.modules() if isinstance(each, _NormBase) and each.track_running_stats]
     momentums = [norm.momentum for norm in norms]  # None: a norm with cumulative averages

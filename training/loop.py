@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tepal.training import tasks
 from tepal.training.augmentation import NONE, Augmentation
-from tepal.training.checkpointing import recomputed_layers
+from tepal.training.checkpointing import recomputed_layers, statistics_kept
 from tepal.training.config import TrainingConfig
 from tepal.training.freezing import frozen_by_plan
 from tepal.training.tasks import Tally, Task
@@ -126,7 +126,12 @@ def optimizer_for(trained: Iterable[Tensor], config: TrainingConfig) -> Optimize
     rate, decay = config.learning_rate, config.weight_decay
     fused = all(parameter.is_floating_point() for parameter in trained)  # complex numbers cannot be
     if config.optimizer == "sgd":
-        return SGD(trained, rate, momentum=config.momentum, weight_decay=decay, fused=fused)
+        optimizer = SGD(trained, rate, momentum=config.momentum, weight_decay=decay, fused=fused)
+        if fused and config.momentum and config.autocast == "fp16":
+            # After a first step that a gradient scaler skips, it would go on with momentum that was never written.
+            for parameter in trained:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
     kind = AdamW if config.optimizer == "adamw" else Adam
     return kind(trained, rate, weight_decay=decay, fused=fused)
 
@@ -142,13 +147,17 @@ def fit(
 ) -> Fitted:
     """Train a model in place for `local_steps` steps, or `local_epochs` epochs; if a plan freezes all, only score it.
 
+    In float16 a step whose scaled gradient overflows is repeated with half the scale, down to a scale of 1. If it still
+    overflows then, it is skipped.
+
     Args:
         model: on the batches' device; entries with `requires_grad` False are not trained.
         batches: inputs and labels of this client.
         config: see TrainingConfig.
         penalty: returns a scalar that is added to every batch's loss, such as a ridge or proximal term.
         task: how the model is called, and its loss.
-        correct: called before every optimizer step; may change the gradients in the parameters' `grad`.
+        correct: called before every optimizer step; may change the gradients in the parameters' `grad`. It is called
+            again for a step that is repeated.
 
     Returns:
         Steps, mean loss and duration.
@@ -165,6 +174,7 @@ def fit(
     optimizer = optimizer_for(trained, config)
     # Only float16 gradients need one, and its calls take a tenth of a small model's step.
     scaler = torch.amp.GradScaler(batches.labels.device.type) if config.autocast == "fp16" else None
+    scale = scaler.get_scale() if scaler else 1.0
 
     def loss_of(inputs: Tensor, labels: Tensor, share: float) -> Tensor:
         with autocast(config, inputs.device):
@@ -172,11 +182,11 @@ def fit(
             loss = loss + added if isinstance(added, Tensor) or added else loss
             return loss if share == 1 else share * loss
 
-    def step(stream: Iterator[Batch]) -> Tensor:
+    def attempt(batch: Batch) -> Tensor:
         for parameter in trained:
             parameter.grad = None
         losses = []
-        for piece in pieces(next(stream), config):
+        for piece in pieces(batch, config):
             loss = loss_of(*piece)
             (scaler.scale(loss) if scaler else loss).backward()
             losses.append(loss.detach())
@@ -190,6 +200,25 @@ def fit(
         else:
             optimizer.step()
         return sum(losses[1:], start=losses[0])
+
+    def step(stream: Iterator[Batch]) -> Tensor:
+        nonlocal scale
+        batch = next(stream)
+        loss = attempt(batch)
+        if scaler is None:
+            return loss
+        begun = before = scale
+        scale = scaler.get_scale()
+        # The scale falls if a gradient is infinite or NaN. That attempt changed no parameter, and is no step.
+        while 1 <= scale < before and math.isfinite(float(loss)):
+            before = scale
+            with statistics_kept(model):
+                loss = attempt(batch)
+            scale = scaler.get_scale()
+        if scale < before:  # none helps this batch: the next ones are trained with what they need
+            scale = max(begun / 2, 1.0)
+            scaler.update(scale)
+        return loss
 
     return descend(model, batches, config, step)
 
@@ -295,19 +324,22 @@ MOST_AT_ONCE = 512
 """Most examples in a pass without gradients."""
 MOST_TOKENS = 2**15
 """Most tokens in a pass without gradients, if a training batch has fewer."""
+MOST_NUMBERS = 2**22
+"""Most numbers of inputs in a pass without gradients, if a training batch has fewer: 27 images of 3×224×224."""
 
 
 def at_once(inputs: Tensor, config: TrainingConfig, task: Task) -> int:
     """Return the number of examples in a pass without gradients, which must fit into the memory of a training pass.
 
     At most `MOST_AT_ONCE`; `micro-batch-size` if it is set; a training batch for a task with outputs for every token;
-    for texts at most `MOST_TOKENS` tokens, or a training batch.
+    for texts at most `MOST_TOKENS` tokens, for images and numbers `MOST_NUMBERS`, or a training batch.
     """
     if config.micro_batch_size or task.outputs_per_token:
         return min(config.micro_batch_size or config.batch_size, MOST_AT_ONCE)
-    if inputs.is_floating_point() or not len(inputs):
+    if not len(inputs):
         return MOST_AT_ONCE
-    return min(max(MOST_TOKENS // inputs[0].numel(), config.batch_size), MOST_AT_ONCE)
+    most = MOST_NUMBERS if inputs.is_floating_point() else MOST_TOKENS
+    return min(max(most // max(inputs[0].numel(), 1), config.batch_size), MOST_AT_ONCE)
 
 
 @torch.no_grad()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -32,6 +32,7 @@ from tepal.exchange.plan import (
     PROBE_SCORE,
     PROBE_TIMED,
 )
+from tepal.training.checkpointing import recomputed_layers
 from tepal.training.freezing import plan_lifted
 from tepal.training.loop import Batch, cuts
 from tepal.training.tasks import IMAGES
@@ -67,6 +68,7 @@ def layer_scores(
     loss: Loss = IMAGES.loss_of,
     head: Names = (),
     timed: bool = False,
+    gradient_checkpointing: bool = False,
 ) -> LayerScores:
     """Score every layer by g_l, the gradient of the mean loss over all examples of `batches` (arXiv:2408.15600).
 
@@ -92,19 +94,23 @@ def layer_scores(
         head: entries that are always trained. Their part of the backward pass is attributed to no layer.
         timed: whether `milliseconds` will be used. The first batch is then processed once before the measurement,
             because the first pass of a process is slow.
+        gradient_checkpointing: whether the activations of layers are recomputed in the backward pass. Durations then
+            have the recomputation in them.
 
     Returns:
         Scores, durations, number of examples and mean loss.
 
     Raises:
-        ValueError: an unknown score, no batch, or a name that the layout or the model does not have.
+        ValueError: an unknown score, no batch, or a name that the layout or the model does not have; or
+            `gradient_checkpointing` of a model without layers.
         FloatingPointError: the loss or a layer's gradient is NaN or infinite.
     """
     if score not in get_args(Kind):
         raise ValueError(f"score={score!r}: choose one of {', '.join(get_args(Kind))}")
     probe = _Probe(model, layers, head, layout, loss)
     examples, mean = 0, 0.0
-    with plan_lifted(model), _in_train_mode(model), random_numbers_apart(model):
+    recomputed = recomputed_layers(model) if gradient_checkpointing else nullcontext()
+    with plan_lifted(model), _in_train_mode(model), random_numbers_apart(model), recomputed:
         for inputs, labels in batches:
             if timed and not examples:
                 probe.add(inputs, labels, share=1.0)
@@ -125,7 +131,8 @@ class _Probe:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[Names], head: Names, layout: Layout, loss: Loss) -> None:
-        self.objective = CalledModel(model, loss)  # functional_call requires a module
+        self.loss = loss
+        self.objective = CalledModel(model, self._descend)  # functional_call requires a module
         self.names = layers
         parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -170,7 +177,11 @@ class _Probe:
         for tensor in self.stand_ins.values():
             if tensor.grad is not None:
                 tensor.grad.mul_(1 - share)
-        loss = functional_call(self.objective, self.stand_ins, (inputs, labels))
+        return float(functional_call(self.objective, self.stand_ins, (inputs, labels, share)))
+
+    def _descend(self, model: nn.Module, inputs: Tensor, labels: Tensor, share: float) -> Tensor:
+        """Take the backward pass while the model has the stand-ins: recomputed layers must have them, too."""
+        loss = self.loss(model, inputs, labels)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise FloatingPointError(
@@ -181,7 +192,7 @@ class _Probe:
         start = _now(inputs.device)
         (loss * share).backward()
         self.milliseconds = self._durations(start)
-        return value
+        return loss.detach()
 
     def forget(self) -> None:
         for tensor in self.stand_ins.values():
@@ -196,7 +207,7 @@ class _Probe:
                 raise FloatingPointError(
                     f"layer {number + 1} of {len(self.layers)} ({self.names[number][0]}, …) cannot be scored: its "
                     "gradient is NaN or infinite. The model has diverged, or its dtype is too narrow: lower "
-                    "learning-rate, set clip-norm, or use autocast bf16 or no"
+                    "learning-rate, set clip-norm, or let the model and its autocast have bfloat16 or float32"
                 )
             if kind == "gradient":
                 scores.append(squared)
@@ -231,7 +242,7 @@ class CalledModel(nn.Module):
         self.model = model
         self.function = function
 
-    def forward(self, *args: Tensor) -> Tensor:
+    def forward(self, *args: Any) -> Tensor:
         return self.function(self.model, *args)
 
 
@@ -306,6 +317,7 @@ def probe_layers(
     *,
     loss: Loss = IMAGES.loss_of,
     micro_batch_size: int = 0,
+    gradient_checkpointing: bool = False,
 ) -> dict[str, list[float]]:
     """Return the metrics with which an app replies to a probe: one number per layer, as requested by the server.
 
@@ -315,6 +327,7 @@ def probe_layers(
         batches: inputs and labels of this client, on the model's device; as many are read as the server requests.
         loss: the objective of local training; by default the mean cross-entropy of logits.
         micro_batch_size: examples per forward and backward pass, as in local training; 0: a whole batch.
+        gradient_checkpointing: whether the activations of layers are recomputed, as in local training.
 
     Returns:
         Name of a metric → one number per layer.
@@ -349,6 +362,7 @@ def probe_layers(
         loss=loss,
         head=groups.get("head", ()),
         timed=timed,
+        gradient_checkpointing=gradient_checkpointing,
     )
     scores = {} if score == NO_SCORE else {LAYER_SCORES: found.scores}
     return scores | ({LAYER_MILLISECONDS: [times * each for each in found.milliseconds]} if timed else {})

@@ -6,12 +6,15 @@ import numpy as np
 
 from tepal.client_app.objectives.work import Objective, Outcome, Work
 from tepal.exchange.plan import CONTROL, SCAFFOLD
+from tepal.training.loop import accumulation
 
 
 class ScaffoldObjective(Objective):
     """K steps y ← y − η_l(g_i(y) − c_i + c); then c_i⁺ = c_i − c + (x − y)/(K·η_l), of which c_i⁺ − c_i is returned.
 
-    Only under SGD is (x − y)/(K·η_l) the mean gradient of the steps, so other optimizers are refused.
+    (x − y)/(K·η_l) is the mean gradient of the steps, less c_i − c. With momentum K is ‖a‖₁ of FedNova
+    (`accumulation`), and the mean is weighted: divided by the number of steps, variates would grow from round to round.
+    Other optimizers have no such mean, and are refused.
     """
 
     name = SCAFFOLD
@@ -32,6 +35,6 @@ class ScaffoldObjective(Objective):
                     parameter.grad += correction
 
         fitted = work.fit(correct=correct)
-        y, moved = work.read(), fitted.steps * work.config.learning_rate
+        y, moved = work.read(), accumulation(work.config, fitted.steps) * work.config.learning_rate
         change = {name: ((work.received[name] - y[name]) / moved - c[name]).astype(c[name].dtype) for name in c}
         return Outcome(fitted, trees={CONTROL: change}, personal={name: own[name] + change[name] for name in c})

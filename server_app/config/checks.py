@@ -293,8 +293,8 @@ def _method_warnings(config: RunConfig) -> Iterator[str]:
         )
     if rounds.strategy == "scaffold" and config.training.momentum:
         yield (
-            f"strategy='scaffold' with momentum={config.training.momentum:g}: the control variates are mean gradients "
-            "under plain SGD only, so this is not the paper's method."
+            f"strategy='scaffold' with momentum={config.training.momentum:g}: the control variates are weighted "
+            "means of the steps' gradients, so this is not the paper's method."
         )
     by_loss = rounds.strategy == "fedensemble" and config.fedensemble.assign == "highest-loss"
     if by_loss and not config.training.score_in_training:

@@ -112,7 +112,9 @@ class ScaffoldMerger(ModelMerger[ScaffoldState]):
     transfers="P + C down, P + C up (C: the parameters, which is P without buffers)",
 )
 class Scaffold(MethodStrategy):
-    """SCAFFOLD over Tepal's exchange. Clients must train with plain SGD: only then is (x − y)/(K·η_l) a mean gradient.
+    """SCAFFOLD over Tepal's exchange. Clients must train with SGD: only then is (x − y)/(K·η_l) a mean gradient.
+
+    With momentum K is not the number of steps, but `tepal.training.loop.accumulation` of it, and the mean is weighted.
 
     Args:
         learning_rate: η_g, of the server.

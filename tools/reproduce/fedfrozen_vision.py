@@ -141,8 +141,8 @@ _ALIKE = (
     "optimizer."
 )
 _MOMENTUM = (
-    "As in the paper, --full trains SCAFFOLD with momentum .9, with which its control variates are not those of its "
-    "own paper; FedAvg with SGD has it, too. The small setting has none."
+    "As in the paper, --full trains SCAFFOLD with momentum .9, with which its control variates are weighted means of "
+    "the steps' gradients, and in its own paper plain means; FedAvg with SGD has it, too. The small setting has none."
 )
 KINDS: Mapping[str, Kind] = {
     "cifar-10": Kind(

@@ -1,10 +1,12 @@
 """What this project's ClientApp tells and leaves behind, beside training: introduction, probe, delivery."""
 
 import logging
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ArrayRecord
 from safetensors.numpy import load_file
 
@@ -15,8 +17,11 @@ from tepal.server_app.config import defaults
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, RoundFailed, SelectiveLayers, join_modes
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.predict.predict import load_predictor
+from tepal.training import tasks
+from tepal.training.config import TrainingConfig
 from tepal.training.data.inputs import InputConfig
 from tepal.training.data.inputs import client_inputs as inputs
+from tepal.training.loop import Batches
 
 CONFIG = {**defaults(), "local-steps": 1, "batch-size": 16, "optimizer": "sgd", "learning-rate": 0.05}
 
@@ -146,3 +151,34 @@ def test_a_budget_that_does_not_fit_is_refused_alone(budget, said):
     ((client, reason),) = reports[-1].refused
     assert client == "node 1 (client-0)" and said in reason
     assert reports[-1].record["masks"].tolist() == [[True, True]]
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [("no", None), ("bf16", torch.bfloat16), ("fp16", None)])
+def test_a_probe_takes_the_passes_of_training(monkeypatch, autocast, dtype):
+    """In float16 it has the model's own dtype: gradients would have to be scaled."""
+    training = TrainingConfig(autocast=autocast, micro_batch_size=3, gradient_checkpointing=True)
+    batches = Batches(torch.zeros(6, 1, 8, 8), torch.arange(6), 6, 0)
+    client = SimpleNamespace(model=vit(), batches=batches, training=training, task=tasks.IMAGES, budget={})
+    of_app, seen = sys.modules["client_app.app"], []
+
+    def called(images):
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+        return client.model(images)
+
+    def probed(model, msg, batches, *, loss, **how):
+        assert model is client.model and how == {"micro_batch_size": 3, "gradient_checkpointing": True}
+        for batch in batches:
+            assert loss(called, *batch).isfinite()
+        return {}
+
+    replaced = {
+        "LocalClient": SimpleNamespace(of=lambda msg, context: client),
+        "load_record": lambda model, record: None,
+        "records_of": lambda content, kind: {"arrays": None},
+        "probe_layers": probed,
+        "Message": lambda content, reply_to: content,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(of_app, name, value)
+    reply = of_app.probe(SimpleNamespace(content=None), None)
+    assert seen == [dtype] and reply["metrics"]["num-examples"] == 6

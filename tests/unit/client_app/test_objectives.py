@@ -1,6 +1,7 @@
 """The objectives of local training that a plan can name."""
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -145,3 +146,28 @@ def test_scaffold_trains_a_model_with_a_layer_that_has_no_gradient():
         np.testing.assert_allclose(outcome.trees[plan.CONTROL][name], after - own[name], atol=1e-5)
         if name.startswith("unused"):
             np.testing.assert_allclose(outcome.personal[name], 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("steps", [1, 20])
+def test_scaffolds_variate_of_a_constant_gradient_is_that_gradient(momentum, steps):
+    """Whatever c and c_i are: with momentum, too, so that variates do not grow from round to round."""
+    torch.manual_seed(0)
+    model, draw = nn.Linear(4, 3), np.random.default_rng(0).normal
+    g, c, own = ({n: draw(size=p.shape).astype(np.float32) for n, p in model.named_parameters()} for _ in range(3))
+
+    def loss_of(model, inputs, labels):
+        return sum((p * torch.from_numpy(g[name])).sum() for name, p in model.named_parameters())
+
+    config = TrainingConfig(
+        optimizer="sgd", learning_rate=0.05, momentum=momentum, local_steps=steps, batch_size=4, weight_decay=0.0
+    )
+    batches, task = Batches(torch.zeros(4, 4), torch.arange(4) % 3, 4, 0), SimpleNamespace(loss_of=loss_of)
+    trees = {plan.CONTROL: c}
+    work = Work(model, batches, config, task, layout=layout_of(model), trees=trees, load_personal=lambda: own)
+    work.received = work.read()
+    outcome = find(plan.SCAFFOLD).fit(work)
+    assert outcome.fitted.steps == steps
+    for name in g:
+        np.testing.assert_allclose(outcome.personal[name], g[name], atol=1e-3)
+        np.testing.assert_allclose(outcome.trees[plan.CONTROL][name], g[name] - own[name], atol=1e-3)

@@ -416,3 +416,45 @@ def test_a_probe_takes_as_much_at_once_as_training_does(monkeypatch, size):
     assert seen[1:] == pieces, "the first is taken once more, to measure the time"
     assert found[LAYER_SCORES] == pytest.approx(scores(model, [batch]).scores, rel=1e-4)
     assert found[LAYER_MILLISECONDS] == [2.0 * 12 / pieces[-1]] * len(blocks.layers)
+
+
+@pytest.mark.parametrize(("build", "lowest"), [(vit, "blocks.0.mlp.0"), (NormedCNN, "stages.0.0")])
+@pytest.mark.parametrize("kind", ["gradient", "rgn"])
+def test_with_layers_that_are_recomputed_the_scores_are_the_same(build, lowest, kind):
+    """Whichever parameters the app itself trains, with dropout, and with running statistics left as they are."""
+    model, batches, passes = build(), [images(), images(7, seed=1)], []
+    model.get_submodule(lowest).weight.requires_grad_(False)
+    model.get_submodule(lowest).register_forward_pre_hook(lambda *_: passes.append(None))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain = scores(model, batches, score=kind, timed=True)
+    assert len(passes) == 3, "the first batch is taken once more, to measure the time"
+    again = scores(model, batches, score=kind, timed=True, gradient_checkpointing=True)
+    assert len(passes) == 3 + 2 * 3
+    assert again.scores == pytest.approx(plain.scores, rel=1e-5) and again.loss == pytest.approx(plain.loss)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(math.isfinite(each) and each > 0 for each in again.milliseconds)
+
+
+def test_recomputed_layers_have_the_precision_of_the_first_pass():
+    def narrow(model, inputs, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.nn.functional.cross_entropy(model(inputs), labels)
+
+    model, batches = vit(), [images()]
+    plain, again = (scores(model, batches, loss=narrow, gradient_checkpointing=each) for each in (False, True))
+    assert again.scores == pytest.approx(plain.scores, rel=1e-6) and again.loss == plain.loss
+    assert plain.scores != scores(model, batches).scores, "it is narrower than float32"
+
+
+def test_layers_are_recomputed_where_a_probe_asks_for_it(monkeypatch):
+    model, batch, passes = vit(), images(), []
+    blocks = find_blocks(model)
+    groups = {f"layer/{number}": layer for number, layer in enumerate(blocks.layers)}
+    plan = SimpleNamespace(action=PROBE, groups=groups, options={PROBE_SCORE: "gradient"})
+    monkeypatch.setattr(probing, "received", lambda msg: SimpleNamespace(plan=plan, layout=blocks.layout))
+    model.blocks[0].mlp[0].register_forward_pre_hook(lambda *_: passes.append(None))
+    for again in (False, True):
+        passes.clear()
+        probing.probe_layers(model, None, [batch], gradient_checkpointing=again)
+        assert len(passes) == 1 + again

@@ -14,7 +14,16 @@ from tepal.models.blocks import find_blocks
 from tepal.training import freezing, tasks
 from tepal.training.checkpointing import layer_modules, recomputed_layers
 from tepal.training.config import TrainingConfig
-from tepal.training.loop import Batches, Fitted, device_of, fit, optimizer_for, score, trained_parameters
+from tepal.training.loop import (
+    Batches,
+    Fitted,
+    at_once,
+    device_of,
+    fit,
+    optimizer_for,
+    score,
+    trained_parameters,
+)
 from tepal.training.prediction import score_ensemble
 
 
@@ -126,6 +135,108 @@ def test_parameters_may_be_complex(optimizer):
     fit(model, Batches(*examples(), 5, 0), config(optimizer=optimizer, **{"local-epochs": 1}))
     assert not torch.equal(model.phase, torch.ones_like(model.phase))
     assert optimizer_for(linear().parameters(), config(optimizer=optimizer)).defaults["fused"]
+
+
+@pytest.fixture
+def memory_without_values_is_nan():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def test_momentum_begins_with_the_first_step_that_a_gradient_scaler_does_not_skip(memory_without_values_is_nan):
+    assert torch.empty_like(torch.zeros(3)).isnan().all()
+    settings = config(autocast="fp16", momentum=0.9)
+    parameter, expected = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer, scaler = optimizer_for([parameter], settings), torch.amp.GradScaler("cpu")
+    for gradient in (torch.full((3,), torch.inf), torch.arange(3.0), torch.ones(3)):
+        parameter.grad = scaler.scale(gradient)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    reference = torch.optim.SGD([expected], 0.1, momentum=0.9, fused=False)
+    for gradient in (torch.arange(3.0), torch.ones(3)):
+        expected.grad = gradient
+        reference.step()
+    torch.testing.assert_close(parameter, expected)
+    assert optimizer_for([parameter], config(momentum=0.9)).defaults["fused"], "no step is skipped"
+
+
+class Steep(nn.Module):
+    """A batch norm, beside a parameter whose gradient is always 2**115: float32 has it scaled by up to 2**12."""
+
+    def __init__(self, slope=2.0**115):
+        super().__init__()
+        self.norm, self.place, self.slope, self.calls = nn.BatchNorm1d(6), nn.Parameter(torch.zeros(2)), slope, 0
+
+    def loss(self, model, inputs, labels):
+        self.calls += 1
+        return (self.place * self.slope).sum() + 0.0 * self.norm(inputs).sum()
+
+
+@pytest.mark.parametrize(("momentum", "moved"), [(0.0, 3.0), (0.5, 1 + 1.5 + 1.75)])
+def test_a_step_in_float16_that_overflows_is_repeated_with_half_the_scale(momentum, moved):
+    """As many steps are taken as are counted, and a repeated pass changes no running statistics."""
+    model, data, corrected = Steep(), Batches(*examples(), 100, 0), []
+    settings = config(autocast="fp16", momentum=momentum, **{"local-steps": 3, "learning-rate": 2.0**-115})
+    task = SimpleNamespace(loss_of=model.loss)
+    fitted = fit(model, data, settings, task=task, correct=lambda: corrected.append(model.place.grad is not None))
+    assert fitted.steps == 3 and math.isfinite(fitted.loss)
+    torch.testing.assert_close(model.place.detach(), torch.full((2,), -moved))
+    assert model.calls == 3 + 4 and corrected == [True] * 7, "at 2**16, 2**15, 2**14 and 2**13 it is infinite"
+    assert model.norm.num_batches_tracked == 3 and model.norm.momentum == 0.1
+    expected = nn.BatchNorm1d(6)
+    for _ in range(3):
+        expected(data.inputs)
+    torch.testing.assert_close(model.norm.running_mean, expected.running_mean)
+    torch.testing.assert_close(model.norm.running_var, expected.running_var)
+
+
+def test_a_batch_that_no_scale_helps_is_skipped_and_costs_half_the_scale():
+    """Its loss is finite, but its gradient never. Small gradients of the next batches are not lost."""
+    model, scales = Steep(slope=1.0), []
+    model.place.register_hook(lambda gradient: scales.append(float(gradient.abs().max())))
+
+    def loss_of(*batch):
+        bad = (0 * model.place).sum().sqrt() if len(scales) < 17 else 0.0
+        return model.loss(*batch) + bad
+
+    settings = config(autocast="fp16", **{"local-steps": 3, "learning-rate": 1.0})
+    fitted = fit(model, Batches(*examples(), 100, 0), settings, task=SimpleNamespace(loss_of=loss_of))
+    assert fitted.steps == 3 and model.place.tolist() == [-2.0, -2.0]
+    assert len(scales) == 17 + 2 and scales[17:] == [2.0**15] * 2, "the bad one is taken at 2**16 to 2**0"
+
+
+def test_a_batch_whose_loss_is_not_finite_is_taken_once():
+    model, settings = Steep(slope=math.inf), config(autocast="fp16", **{"local-steps": 1})
+    with torch.no_grad():
+        model.place.fill_(1)
+    with pytest.raises(FloatingPointError):
+        fit(model, Batches(*examples(), 100, 0), settings, task=SimpleNamespace(loss_of=model.loss))
+    assert model.calls == 1
+
+
+@pytest.mark.parametrize("settings", [{"optimizer": "adamw"}, {"optimizer": "adam"}, {"momentum": 0.9},
+                                      {"micro-batch-size": 2}, {"gradient-checkpointing": True}])  # fmt: skip
+def test_repeated_steps_are_those_that_need_no_repetition(settings):
+    """Gradients that are infinite while the scale is above 2**13, and those of float32, which has no scale."""
+    calls, trained = [], {}
+
+    def loss_of(model, inputs, labels):
+        calls.append(len(inputs))
+        loss = torch.nn.functional.cross_entropy(model(inputs).float(), labels)
+        loss.register_hook(lambda gradient: torch.where(gradient > 2.0**13, torch.inf, gradient))
+        return loss
+
+    for autocast in ("fp16", "no"):
+        model, batches = linear(), Batches(*examples(20), 5, 0)
+        values = config(autocast=autocast, **{"local-steps": 6, **settings})
+        fit(model, batches, values, task=SimpleNamespace(loss_of=loss_of))
+        trained[autocast] = torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
+    pieces = len(calls) // (6 + 6 + 3)
+    assert pieces >= 1 and len(calls) == 15 * pieces
+    torch.testing.assert_close(trained["fp16"], trained["no"], rtol=0, atol=2e-3)
 
 
 def test_the_same_seed_trains_the_same_bits():
@@ -329,6 +440,23 @@ def test_texts_are_scored_in_passes_that_memory_is_there_for(settings, length, e
         whole = score(model, inputs[:50], labels[:50], config(**settings), tasks.TEXTS)
     assert scored.examples == 700
     assert whole.loss == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, labels[:50])), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "expected"),
+    [
+        ((3, 224, 224), {"batch-size": 8}, 27),
+        ((3, 224, 224), {"batch-size": 64}, 64),  # a training pass has as many
+        ((3, 224, 224), {"batch-size": 64, "micro-batch-size": 4}, 4),
+        ((3, 4096, 4096), {"batch-size": 2}, 2),
+        ((1, 28, 28), {"batch-size": 8}, 512),
+        ((0,), {"batch-size": 8}, 512),
+    ],
+)
+def test_images_are_scored_in_passes_that_memory_is_there_for(shape, settings, expected):
+    inputs = torch.empty(600, *shape, device="meta")
+    assert at_once(inputs, config(**settings), tasks.IMAGES) == expected
+    assert at_once(inputs[:0], config(**{"batch-size": 8}), tasks.IMAGES) == 512
 
 
 @pytest.mark.parametrize(("settings", "questions"), [({"batch-size": 32}, 32), ({}, 5), ({"micro-batch-size": 3}, 3)])
