@@ -11,13 +11,16 @@ from tepal.training.data.examples import AnySource
 from tepal.training.data.formats.columns import check_columns, with_every_column
 from tepal.training.data.formats.named import PLAIN, Tables
 from tepal.training.data.formats.tables import Rows, source_of
+from tepal.training.data.labels import names_of_numbers
 
 HUB = "hub:"
 """Prefix of a dataset of the hub in the run config."""
 
 
 @lru_cache(maxsize=4)
-def load_hub(name: str, reading: Reading, subset: str = "", tables: Tables = PLAIN) -> AnySource:
+def load_hub(
+    name: str, reading: Reading, subset: str = "", tables: Tables = PLAIN, named: bool = True
+) -> AnySource:
     """Read the splits "train" and, if there is one, "test" of a dataset of the hub, as tables.
 
     Args:
@@ -25,6 +28,8 @@ def load_hub(name: str, reading: Reading, subset: str = "", tables: Tables = PLA
         reading: names the columns that `tables` does not name.
         subset: configuration of the dataset; "" for the only one.
         tables: its known columns.
+        named: whether the source gets the names that the hub has of the classes. Where other files of this data set
+            have names, too, these may be spelled otherwise.
 
     Raises:
         DataError: it cannot be downloaded, for example without a network (the message says which files to put where),
@@ -39,6 +44,7 @@ def load_hub(name: str, reading: Reading, subset: str = "", tables: Tables = PLA
         ) from error
     origin = f'dataset="{reading.name or HUB + name}"'
     parts: dict[str, Rows] = {}
+    names: tuple[str, ...] = ()
     dataset = FederatedDataset(dataset=name, partitioners={}, shuffle=False, **({"subset": subset} if subset else {}))
     for part in ("train", "test"):
         try:
@@ -58,8 +64,12 @@ def load_hub(name: str, reading: Reading, subset: str = "", tables: Tables = PLA
         label = split.features.get(reading.label_column)
         if isinstance(label, ClassLabel):
             reading = replace(reading, classes=reading.classes or len(label.names))
+            names = names or names_of_numbers(label.names)
         for column in columns:
             if isinstance(split.features[column], Image):
                 split = split.cast_column(column, Image(decode=False))  # bytes, as in a parquet file
         parts[part] = tables.rows({column: list(split[column]) for column in columns}, reading)
-    return source_of(parts, origin, Path(), reading)
+    source = source_of(parts, origin, Path(), reading)
+    # Not in `reading`: the labels here are numbers. A client's own data with these names is to be numbered alike.
+    known = reading.class_names or source.class_names
+    return replace(source, class_names=names) if named and not known and len(names) == source.classes else source

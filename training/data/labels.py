@@ -23,7 +23,8 @@ def name_of(text: str) -> str:
 def numbers_of(names: Sequence[str], reading: Reading, where: str, what: str) -> dict[str, int]:
     """Return class name → label: by `class-names`, else by position among the sorted `names`.
 
-    If all names are whole numbers, they are sorted as numbers, so that 0 to n - 1 are their own labels.
+    If all names are whole numbers, they are sorted as numbers, so that 0 to n - 1 are their own labels. They are labels
+    also beside `class-names`, unless one of these is a number.
 
     Args:
         names: the names found, by `name_of`, without repetition.
@@ -35,6 +36,8 @@ def numbers_of(names: Sequence[str], reading: Reading, where: str, what: str) ->
         DataError: a name is not in `class-names`; or these are not set, and the run has another number of classes.
     """
     if reading.class_names:
+        if _are_labels(names, reading):
+            return {name: int(name) for name in names}
         if unknown := sorted(set(names) - set(reading.class_names)):
             raise DataError(
                 f"{where}: {what} {', '.join(unknown[:_SHOWN])} are not in the run's class-names "
@@ -61,10 +64,26 @@ def labels_of(values: Sequence[Any], reading: Reading, where: str) -> tuple[NDAr
         DataError: a value is missing, or a number that is not whole; or the names are not the run's (see `numbers_of`).
     """
     names = [_name_in(value, row, reading, where) for row, value in enumerate(values)]
-    if all(map(_is_whole, names)) and not any(_number(name) is not None for name in reading.class_names):
+    if _are_labels(names, reading):
         return np.array([int(name) for name in names], dtype=np.int64), ()
     numbers = numbers_of(sorted(set(names)), reading, where, f"names in column {reading.label_column}")
     return np.array([numbers[name] for name in names], dtype=np.int64), tuple(numbers)
+
+
+def _are_labels(names: Sequence[str], reading: Reading) -> bool:
+    """Return whether all names are labels, written as whole numbers."""
+    return all(map(_is_whole, names)) and not any(_number(name) is not None for name in reading.class_names)
+
+
+def names_of_numbers(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the classes 0 to n - 1 in the one form; () if they are not all different names.
+
+    A number is not a name here: the labels of other data may be such numbers. Nor is a name with a comma, which could
+    not be one of `class-names`.
+    """
+    found = tuple(name_of(name.strip()) for name in names)
+    named = all(name and "," not in name and _number(name) is None for name in found)
+    return found if named and len(set(found)) == len(found) else ()
 
 
 def _name_in(value: Any, row: int, reading: Reading, where: str) -> str:

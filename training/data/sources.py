@@ -86,7 +86,7 @@ def _download(reading: Reading) -> AnySource:
     if not known.hub:
         raise DataError(f"dataset={reading.name!r} is not on the hub: {files}")
     try:
-        return load_hub(known.hub, reading, known.subset, known.tables or PLAIN)
+        return load_hub(known.hub, reading, known.subset, known.tables or PLAIN, named=known.own is None)
     except DataError as error:
         raise DataError(f"{error}; or {files}") from error
 

@@ -32,7 +32,8 @@ def read_folder(root: Path, reading: Reading) -> Source[ImageArrays]:
 
     They may be called "training" and "testing". Upper and lower case are the same in these, and a validation set beside
     "train" is training data. A label is the position of the class among `class-names`, else among the sorted names of
-    the class folders, as numbers if all are whole numbers; an empty class folder counts.
+    the class folders, as numbers if all are whole numbers; an empty class folder counts. Beside `class-names` of which
+    none is a number, whole numbers are labels.
 
     Raises:
         DataError: there are no images, they are at several depths, too many cannot be read, or the classes are not the
@@ -46,7 +47,8 @@ def read_folder(root: Path, reading: Reading) -> Source[ImageArrays]:
         listed = [(file, numbers[name], group) for file, name, group in some]
         images, labels, groups = read_listed(listed, f"{root}: {part}" if part else str(root), reading)
         read[part] = images, labels, None if part or not groups.astype(bool).any() else groups
-    return checked_source(read, str(root), reading, classes=len(numbers), names=tuple(numbers))
+    classes = reading.class_names or tuple(numbers)
+    return checked_source(read, str(root), reading, classes=len(classes), names=classes)
 
 
 def _parts(entries: list[Entry], root: Path) -> dict[str, list[Entry]]:

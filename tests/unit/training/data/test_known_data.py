@@ -30,8 +30,9 @@ from tepal.training.data import (
     sources,
 )
 from tepal.training.data.hub import load_hub
-from tepal.training.data.inputs import InputConfig
-from tepal.training.data.known import KNOWN
+from tepal.training.data.inputs import InputConfig, written_names
+from tepal.training.data.known import KNOWN, reading_of
+from tepal.training.data.labels import labels_of
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +209,90 @@ def test_images_of_the_hub_are_read_once_with_its_classes_and_its_test_set(monke
     assert asked == ["someone/pictures"]
     with pytest.raises(DataError, match=r'dataset="hub:someone/pictures": has no column image; it has img, kind'):
         dataset_info(config_of("hub:someone/pictures", **{"label-column": "kind"}))
+
+
+def numbered(monkeypatch: pytest.MonkeyPatch, **label: object) -> None:
+    """Images of the hub whose labels are numbers 2, 0 and 1, with what `label` tells of these."""
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(**label)})
+    rows = {"image": [png(0), png(51), png(255)], "label": [2, 0, 1]}
+    hub(monkeypatch, {"train": datasets.Dataset.from_dict(rows, features=features)})
+
+
+def test_a_sites_own_data_is_numbered_by_the_names_that_the_hub_has_of_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need not be sorted, and the site has a subset of them."""
+    numbered(monkeypatch, names=["horse", "ant", " bee"])
+    config = InputConfig.from_run_config({"dataset": "hub:someone/pictures"})
+    source = sources.named_source(config)
+    assert source.train.labels is not None and source.train.labels.tolist() == [2, 0, 1]
+    assert (source.classes, source.class_names) == (3, ("horse", "ant", "bee"))
+    sent = written_names(config)
+    assert sent == {"class-names": "horse,ant,bee"}
+    for name, value in (("bee", 20), ("horse", 10)):
+        (tmp_path / name).mkdir()
+        png(value).save(tmp_path / name / "a.png")
+    site = sources.path_source(str(tmp_path), reading_of(config_of("local", **sent)))
+    assert site.train.labels is not None
+    assert dict(zip(site.train.images[:, 0, 0, 0].tolist(), site.train.labels.tolist(), strict=True)) == {20: 2, 10: 0}
+
+
+@pytest.mark.parametrize(
+    ("label", "settings"),
+    [
+        ({"num_classes": 3}, {}),
+        ({"names": ["7", "2", "1"]}, {}),
+        ({"names": ["a", "1.0", "c"]}, {}),
+        ({"names": ["a", " a", "c"]}, {}),
+        ({"names": ["a", "b", " "]}, {}),
+        ({"names": ["a", "b, c", "d"]}, {}),
+        ({"names": ["a", "b", "c"]}, {"classes": 4}),
+        ({"names": ["a", "b", "c"]}, {"class-names": "x,y,z"}),
+    ],
+)
+def test_names_of_the_hub_that_name_no_classes_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, label: dict[str, object], settings: dict[str, object]
+) -> None:
+    numbered(monkeypatch, **label)
+    source = sources.named_source(config_of("hub:someone/pictures", **settings))
+    assert source.train.labels is not None and source.train.labels.tolist() == [2, 0, 1]
+    assert (source.class_names, source.classes) == ((), settings.get("classes", 3))
+
+
+def test_a_site_with_numbered_classes_needs_no_names_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class folders are labels, as numbers in its table are, whatever the hub calls the classes."""
+    numbered(monkeypatch, names=["T - shirt / top", "trouser", "pullover"])
+    sent = written_names(InputConfig.from_run_config({"dataset": "hub:someone/pictures"}))
+    reading = reading_of(config_of("local", classes=3, **sent))
+    for name, value in (("2", 20), ("0", 10)):
+        (tmp_path / "folders" / name).mkdir(parents=True)
+        png(value).save(tmp_path / "folders" / name / "a.png")
+    site = sources.path_source(str(tmp_path / "folders"), reading)
+    assert site.train.labels is not None and site.classes == 3
+    assert site.class_names == ("T - shirt / top", "trouser", "pullover")
+    assert dict(zip(site.train.images[:, 0, 0, 0].tolist(), site.train.labels.tolist(), strict=True)) == {20: 2, 10: 0}
+    assert labels_of(["2", 0], reading, "table.csv")[0].tolist() == [2, 0]
+    (tmp_path / "folders" / "2").rename(tmp_path / "folders" / "3")
+    with pytest.raises(DataError, match=r"folders: label 3 .* out of range: allowed are 0 to 2"):
+        sources.path_source(str(tmp_path / "folders"), reading)
+
+
+def test_the_hubs_names_are_left_where_the_published_files_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site with the published lists of DomainNet is numbered by these."""
+    seen: list[bool] = []
+    monkeypatch.setattr(sources, "load_hub", lambda *args, named: seen.append(named))
+    for name in ("domainnet", "cifar-10"):
+        sources.named_source(config_of(name))
+    numbered(monkeypatch, names=["horse", "ant", "bee"])
+    assert seen == [False, True]
+    reading = reading_of(config_of("hub:someone/pictures"))
+    assert [load_hub("someone/pictures", reading, named=named).class_names for named in (False, True)] == [
+        (), ("horse", "ant", "bee"),
+    ]  # fmt: skip
 
 
 def test_texts_of_the_hub_without_a_test_set(monkeypatch: pytest.MonkeyPatch) -> None:
