@@ -42,7 +42,8 @@ from tepal.server_app.evaluation import server_evaluation
 from tepal.server_app.grid import prompt
 from tepal.server_app.trackers import TrackerError, Trackers, check_trackers, open_trackers
 from tepal.strategies import STRATEGIES, MethodError, MethodStrategy, NoAttentionError, RoundFailed, RoundReport
-from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints
+from tepal.strategies.rounds.checkpoint import Checkpoints
+from tepal.strategies.rounds.state_json import CheckpointError
 from tepal.strategies.rounds.travel import segments
 from tepal.training.data import DataError
 from tepal.training.data.inputs import FOUND_NAMES, settled, unlabelled_inputs, written_names, written_sizes

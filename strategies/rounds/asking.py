@@ -23,6 +23,7 @@ SCHEDULES: Mapping[str, Callable[..., float]] = {
     "cosine": lambda round, rounds: 0.5 * (1 + math.cos(math.pi * (round - 1) / rounds)),
 }
 """Name → factor of the learning rate in a `round` of `rounds`, counted from 1."""
+_MOST_RATE = 1e3
 
 
 class Asker:
@@ -149,3 +150,18 @@ class Asker:
         scaled = {key: rate * factor for key, rate in rates.items() if isinstance(rate, int | float)}
         # For a client with a learning rate of its own.
         return {**settings, **scaled, **({RATE_FACTOR: factor} if scaled and factor != 1 else {})}
+
+
+def mean_rate(messages: list[Outgoing], metrics: Mapping[str, Mapping[str, float]]) -> float | None:
+    """Return the mean learning rate of a round's clients; None if the app has another setting for it.
+
+    It is that of a client's message, or the client's own, which its `metrics` then have: a positive number of at most
+    `_MOST_RATE`, since a client may report anything.
+    """
+    rates = []
+    for outgoing in messages:
+        sent = outgoing.settings.get("lr", outgoing.settings.get(RATE))
+        own = metrics.get(outgoing.plan.client, {}).get(RATE, math.nan)
+        rates.append(own if 0.0 < own <= _MOST_RATE else sent)
+    known = [rate for rate in rates if isinstance(rate, int | float)]
+    return sum(known) / len(known) if known else None

@@ -23,8 +23,9 @@ import numpy as np
 
 from tepal.exchange.files import DamagedFile, read_arrays, write_arrays
 from tepal.exchange.parts import Digests
-from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints, from_json, to_json
+from tepal.strategies.rounds.checkpoint import Checkpoints
 from tepal.strategies.rounds.report import RoundReport
+from tepal.strategies.rounds.state_json import CheckpointError, from_json, to_json
 
 log = getLogger("flwr")
 

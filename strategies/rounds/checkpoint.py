@@ -4,8 +4,7 @@
     <folder>/round-000007/checkpoint.json       all else, and the place of each array in the state
 
 A checkpoint is written under a temporary name and renamed, so it exists as a whole or not at all. It is checked when it
-is read; if the newest is damaged, the one before it is used. A method's state may consist of dataclasses, dicts, lists,
-tuples, numbers, text, None and numpy arrays, in any nesting; an array that occurs twice in it is written once.
+is read; if the newest is damaged, the one before it is used.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +29,7 @@ from tepal.exchange.files import DamagedFile, map_arrays, read_arrays, remove_un
 from tepal.exchange.layout import Layout, Names
 from tepal.exchange.parts import Digests
 from tepal.host.files import sync_folder
+from tepal.strategies.rounds.state_json import WRONG, CheckpointError, current_names, from_json, to_json
 
 log = getLogger("flwr")
 
@@ -38,14 +37,7 @@ STATE, FACTS = "state.safetensors", "checkpoint.json"
 FORMAT = 2
 """2: the digests of arrays are BLAKE3. 1, which is read as well: they are SHA-256."""
 
-_WRONG = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
-"""What reading a damaged value raises."""
-
 _PREFIX, _BESIDE = "round-", ".writing-"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint from which this run cannot be resumed; the text says why and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,151 +209,6 @@ def layout_digest(layout: Layout) -> str:
     return hashlib.sha256(json.dumps(layout.to_json()).encode()).hexdigest()[:32]
 
 
-# ---- a state as JSON and arrays --------------------------------------------------------------------------------------
-
-
-def to_json(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """`value` as JSON, in which arrays are references; the arrays are added to `arrays`.
-
-    Raises TypeError for a value that a state must not contain.
-    """
-    return _encoded(value, arrays, {id(array): name for name, array in arrays.items()})
-
-
-def _encoded(value: Any, arrays: dict[str, np.ndarray], known: dict[int, str]) -> Any:
-    # Not a function within `to_json`: one that calls itself keeps the arrays until the garbage collector runs.
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) in (np.ndarray, np.memmap):
-        if value.dtype.name not in _DTYPES:
-            raise TypeError(f"a method's state has an array of {value.dtype}, which no checkpoint can have")
-        name = known.setdefault(id(value), str(len(known)))
-        arrays[name] = value
-        return {"array": name}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _can_come_back(type(value)):
-        items = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
-        return {"type": _name_of(type(value)), "fields": {name: _encoded(items[name], arrays, known) for name in items}}
-    if type(value) is dict:
-        return {"dict": [[_encoded(each, arrays, known) for each in item] for item in value.items()]}
-    if type(value) in (tuple, list):
-        return {type(value).__name__: [_encoded(inner, arrays, known) for inner in value]}
-    raise TypeError(
-        f"a method's state has a {type(value).__name__}, which cannot be saved in a checkpoint; a state may have "
-        "dataclasses defined in a module, dicts, lists, tuples, numbers, text, None and numpy arrays"
-    )
-
-
-def from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """The value that `to_json` encoded. Raises DamagedFile, and CheckpointError for an unknown type."""
-    try:
-        return _decoded(value, arrays)
-    except (DamagedFile, CheckpointError):
-        raise
-    except _WRONG as error:
-        raise DamagedFile(f"fields of its state are missing or wrong ({error!r})") from error
-
-
-def _decoded(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    if not isinstance(value, dict):
-        return value
-    match value:
-        case {"array": str(name)}:
-            return arrays[name]
-        case {"type": str(name), "fields": dict(fields)}:
-            return _class_of(name)(**{key: _decoded(inner, arrays) for key, inner in fields.items()})
-        case {"dict": list(items)}:
-            return {_decoded(key, arrays): _decoded(inner, arrays) for key, inner in items}
-        case {"list": list(items)}:
-            return [_decoded(inner, arrays) for inner in items]
-        case {"tuple": list(items)}:
-            return tuple(_decoded(inner, arrays) for inner in items)
-    raise DamagedFile(f"its state has {sorted(value)}")
-
-
-_DTYPES = frozenset(
-    ["bool", "float16", "float32", "float64", "complex64", *(f"{u}int{n}" for u in ("u", "") for n in (8, 16, 32, 64))]
-)
-
-
-_MOVED = {
-    "tepal.strategies.fedopt": "tepal.strategies.baselines.fedopt",
-    "tepal.strategies.scaffold": "tepal.strategies.baselines.scaffold",
-    "tepal.strategies.personal_models": "tepal.strategies.personal.models",
-}
-"""Modules as named in checkpoints of earlier versions → their present names."""
-
-_RENAMED = {
-    "Averaging": "FedAvgMethod",
-    "Freezing": "FedFrozenMethod",
-    "Selecting": "SelectiveLayersMethod",
-    "Ensembling": "FedEnsembleMethod",
-    "Mixing": "FedACSMethod",
-    "TrainingByName": "PartialTrainingMethod",
-    "Proximal": "FedProxMethod",
-    "Momentum": "FedAvgMMethod",
-    "Adagrad": "FedAdagradMethod",
-    "Yogi": "FedYogiMethod",
-    "Adam": "FedAdamMethod",
-    "Normalised": "FedNovaMethod",
-    "Controlled": "ScaffoldMethod",
-    "ControlledState": "ScaffoldState",
-    "BayesianEnsemble": "FedBEMethod",
-    "Alone": "LocalMethod",
-    "Regularised": "DittoMethod",
-    "MetaLearning": "PerFedAvgMethod",
-    "MoreauEnvelope": "PFedMeMethod",
-    "Mixture": "APFLMethod",
-    "AttentiveMixing": "FedAMPMethod",
-}
-"""Classes of methods and states as checkpoints of earlier versions name them → their names now."""
-
-
-_ADDED: Mapping[str, Mapping[str, Any]] = {
-    "FedACSMethod": {"follow rate": False, "newcomers": "initial"},
-    "FedAMPMethod": {"unit": "absolute", "newcomers": "initial"},
-    "FedBEMethod": {"variance scale": 1.0, "temperature": 1.0},
-    "PFedMeMethod": {"outer-step": 0.0},
-    "SelectiveLayersMethod": {"fill": False},
-}
-"""Class of a method → options that checkpoints of earlier versions do not have → what these versions did."""
-
-
-def current_names(method: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and options of a strategy from a checkpoint, with the names and options that methods have now."""
-    named = {key: _RENAMED.get(value, value) if key in ("name", "member") else value for key, value in method.items()}
-    of_member = {f"member {key}": value for key, value in _ADDED.get(named.get("member", ""), {}).items()}
-    return {**_ADDED.get(named.get("name", ""), {}), **of_member, **named}
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _can_come_back(kind: type) -> bool:
-    """Whether a dataclass can be found by its name and made from its fields."""
-    try:
-        return _class_of(_name_of(kind)) is kind and all(item.init for item in dataclasses.fields(kind))
-    except CheckpointError:
-        return False
-
-
-def _class_of(name: str) -> Any:
-    """The dataclass of this name. Its module must be imported already: reading a checkpoint imports no code."""
-    module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(_MOVED.get(module, module))
-    for part in qualified.split("."):
-        found = getattr(found, part, None) or getattr(found, _RENAMED.get(part, part), None)
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise CheckpointError(
-            f"a checkpoint has a state of type {name}, which this version of Tepal does not have: resume the run with "
-            "the version that it was started with"
-        )
-    return found
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
 def _read(path: Path) -> Checkpoint:
     facts = _read_facts(path / FACTS)
     try:
@@ -373,7 +220,7 @@ def _read(path: Path) -> Checkpoint:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise DamagedFile(f"{'.'.join(map(str, first['loc']))!r} is wrong: {first['msg']}") from None
-    except _WRONG as error:
+    except WRONG as error:
         raise DamagedFile(f"fields are missing or wrong ({error!r})") from error
 
 
@@ -407,5 +254,5 @@ def _read_facts(path: Path) -> dict[str, Any]:
         return dict(content["facts"])
     except (DamagedFile, CheckpointError):
         raise
-    except _WRONG as error:
+    except WRONG as error:
         raise DamagedFile(f"it cannot be read ({error!r})") from error

@@ -17,9 +17,9 @@ from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
-from tepal.exchange.bounds import MOST_METRIC_NAMES, MOST_METRICS, BadReply
+from tepal.exchange.bounds import BadReply
 from tepal.exchange.layout import Names
-from tepal.exchange.plan import EVALUATE, INTRODUCE, KNOWN_METRICS, PROBE, TRAIN, Outgoing, Plan, Reply
+from tepal.exchange.plan import EVALUATE, INTRODUCE, PROBE, TRAIN, Outgoing, Plan, Reply
 from tepal.exchange.sender import (
     BadIntroduction,
     ClientRefuses,
@@ -31,9 +31,9 @@ from tepal.exchange.sender import (
 )
 from tepal.exchange.traffic import Traffic
 from tepal.host.text import visible
-from tepal.strategies.aggregate import ON_TESTS, RECORDED
 from tepal.strategies.rounds.inbox import Inbox
 from tepal.strategies.rounds.ledger import ClientLedger
+from tepal.strategies.rounds.metric_names import MetricNames
 from tepal.strategies.rounds.report import (
     LEFT_BEHIND,
     LOST,
@@ -58,7 +58,6 @@ _LOOK_AROUND = 5.0  # seconds between two checks whether nodes were restarted; a
 _LOOKS = 20  # times the duration of a check, for which the SuperLink lists all its nodes, perhaps many thousands
 _GIVE_UP = 60.0  # seconds for which pulling a reply is repeated when it fails
 
-_RECORDED = frozenset(prefix + name for prefix in ("", *ON_TESTS) for name in RECORDED)
 _OF_THE_SERVER = re.compile(rf"({SERVER}|node \d+( \(.*)?)", re.IGNORECASE)
 """Names that reports have for the server itself, and for nodes whose name is not known yet."""
 
@@ -127,8 +126,7 @@ class Messenger:
         self._late: dict[str, tuple[Late, float]] = {}  # by message id; of earlier exchanges
         self._sessions: dict[int, str] = {}  # node id → when the node was started
         self._listed: Sequence[NodeInfo] = ()  # the last list of nodes
-        self._metric_names: set[str] = set()  # of the run's reports
-        self._brought: dict[int, int] = {}  # node id → how many of them it was the first to report
+        self._metric_names = MetricNames(weighted_by_key)
 
     def exchange(
         self, messages: Iterable[Outgoing], *, timeout: float, limit: Callable[[], int] | None = None
@@ -310,7 +308,7 @@ class Messenger:
                 log.debug("A reply of %s cannot be checked.", asked.outgoing.name, exc_info=True)
                 reason = f"the method cannot check it ({type(error).__name__}: {error})"
                 raise RejectedByMethod(answer.client, reason) from error
-            answer = self._with_known_metrics(asked.outgoing, answer)
+            answer = self._metric_names.limited(asked.outgoing, answer)
         elif asked.resends == RESENDS:
             raise BadReply("it lacks entries although they were sent again")
         return answer
@@ -324,37 +322,6 @@ class Messenger:
             )
         if reason := misstated(introduction, self.weighted_by_key):
             raise BadIntroduction(name, reason)
-
-    def _with_known_metrics(self, outgoing: Outgoing, reply: Reply) -> Reply:
-        """The reply without metrics whose names are new in a run that has many: names stay, in every round's record.
-
-        A node may bring as many new names as one answer can have; so no single one can use up those of the run. What
-        enters no record is kept: metrics that the server computes with, and all of introductions and of the phases
-        before training, which the method reads; and the scores that every run records, which nobody can displace.
-        """
-        if reply.not_finite:
-            log.warning("%s reports metrics that are not finite, too large, or no share from 0 to 1: %s.",
-                        outgoing.name, ", ".join(reply.not_finite[:10]))  # fmt: skip
-        if outgoing.plan.action not in (TRAIN, EVALUATE):
-            return reply
-        known = {*self._metric_names, *KNOWN_METRICS, *_RECORDED, self.weighted_by_key}
-        new = [name for name in (*reply.metrics, *reply.vectors) if name not in known]
-        brought = self._brought.get(outgoing.node_id, 0)
-        left = max(min(MOST_METRICS - brought, MOST_METRIC_NAMES - len(self._metric_names)), 0)
-        kept, dropped = new[:left], set(new[left:])
-        self._metric_names.update(kept)
-        self._brought[outgoing.node_id] = brought + len(kept)
-        if not dropped:
-            return reply
-        log.warning(
-            "%s reports %d new metrics, %r first; a run has at most %d names, %d of a client: they are dropped.",
-            outgoing.name, len(dropped), new[left], MOST_METRIC_NAMES, MOST_METRICS,
-        )  # fmt: skip
-        return replace(
-            reply,
-            metrics={name: value for name, value in reply.metrics.items() if name not in dropped},
-            vectors={name: value for name, value in reply.vectors.items() if name not in dropped},
-        )
 
     def _refused(self, outgoing: Outgoing, error: BadReply) -> Failure:
         by_client = isinstance(error, ClientRefuses)

@@ -16,14 +16,9 @@ from flwr.serverapp.strategy import Result
 from tepal.exchange.files import DamagedFile
 from tepal.exchange.layout import Layout
 from tepal.strategies.method import Method
-from tepal.strategies.rounds.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    Checkpoints,
-    current_names,
-    layout_digest,
-)
+from tepal.strategies.rounds.checkpoint import Checkpoint, Checkpoints, layout_digest
 from tepal.strategies.rounds.ledger import ClientLedger
+from tepal.strategies.rounds.state_json import CheckpointError, current_names
 
 log = getLogger("flwr")
 

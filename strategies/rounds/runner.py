@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,13 +14,13 @@ from flwr.serverapp import Grid
 from numpy.random import Generator
 
 from tepal.exchange.layout import Arrays
-from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, RATE, TRAIN, Outgoing, Plan, Reply, Tree
+from tepal.exchange.plan import EVALUATE, FINAL, INTRODUCE, TRAIN, Plan, Reply, Tree
 from tepal.exchange.sender import Sender
 from tepal.host.text import visible
 from tepal.strategies.aggregate import ON_TESTS
 from tepal.strategies.method import Method, Run, ServerModel, parameters_of
 from tepal.strategies.robust import averages, clips
-from tepal.strategies.rounds.asking import Asker
+from tepal.strategies.rounds.asking import Asker, mean_rate
 from tepal.strategies.rounds.cohort import Cohorts, Rules, check_able
 from tepal.strategies.rounds.flower import joined
 from tepal.strategies.rounds.judging import Judge, Refused
@@ -42,7 +41,6 @@ ATTEMPTS = 3
 """How often a round with too few replies is attempted, each time with a new cohort."""
 SEARCHES = 4
 """Merges that do not count in one round, after which it ends without any."""
-_MOST_RATE = 1e3
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 """Scores the model of a round on the server."""
@@ -300,7 +298,7 @@ class RoundRunner:
         self.norms.ratios.clear()
         measured = self._judge.clip or self.rules.deterministic  # estimates differ from run to run
         messages = self._asker.outgoing(state, plans, this, measured=measured, limit=self.rules.max_replies)
-        report.learning_rate = _mean_rate(messages, {})
+        report.learning_rate = mean_rate(messages, {})
         most, unmerged = self.rules.max_replies, list[str]()
         replies = self._asker.ask(messages, this, (lambda: most + len(unmerged)) if most else None)
         merger = self.method.merger(state, this.number)
@@ -332,7 +330,7 @@ class RoundRunner:
             exchanges[reply.client] = reply.exchange
             report.replied.append(reply.client)
             del reply  # see `Asker.ask`
-        report.learning_rate = _mean_rate(messages, {client: own for client, (own, _) in metrics.items()})
+        report.learning_rate = mean_rate(messages, {client: own for client, (own, _) in metrics.items()})
         report.fedavg_down += len(plans)
         report.fedavg_up += len(report.replied)
         if len(metrics) < self.rules.min_replies or self._model_fails(this):
@@ -391,18 +389,3 @@ class RoundRunner:
 def _names(clients: Sequence[str]) -> str:
     """The first names of a list, for a sentence."""
     return ", ".join(clients[:10]) + f" and {len(clients) - 10} more" * (len(clients) > 10)
-
-
-def _mean_rate(messages: list[Outgoing], metrics: Mapping[str, Mapping[str, float]]) -> float | None:
-    """The mean learning rate of a round's clients; None if the app has another setting for it.
-
-    It is that of a client's message, or the client's own, which its `metrics` then have: a positive number of at most
-    `_MOST_RATE`, since a client may report anything.
-    """
-    rates = []
-    for outgoing in messages:
-        sent = outgoing.settings.get("lr", outgoing.settings.get(RATE))
-        own = metrics.get(outgoing.plan.client, {}).get(RATE, math.nan)
-        rates.append(own if 0.0 < own <= _MOST_RATE else sent)
-    known = [rate for rate in rates if isinstance(rate, int | float)]
-    return sum(known) / len(known) if known else None

@@ -38,7 +38,8 @@ from tepal.records.run_directory.reading import (
     read_records,
     read_summary,
 )
-from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoint, CheckpointError, Checkpoints
+from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoint, Checkpoints
+from tepal.strategies.rounds.state_json import CheckpointError
 from tepal.tools.deploy.provision.certificates import new_key, public_line
 from tepal.tools.deploy.provision.folder import fingerprint, made_in
 from tepal.tools.deploy.provision.operations import make

@@ -36,8 +36,9 @@ from tepal.strategies.personal.models import PersonalMerger
 from tepal.strategies.personal.storage import STORE, PersonalStorage
 from tepal.strategies.personal.store import ModelStore
 from tepal.strategies.rounds import checkpoint
-from tepal.strategies.rounds.checkpoint import STATE, CheckpointError, Checkpoints
+from tepal.strategies.rounds.checkpoint import STATE, Checkpoints
 from tepal.strategies.rounds.report import SERVER
+from tepal.strategies.rounds.state_json import CheckpointError
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.rounds.test_resume import flip, in_child
 

@@ -14,7 +14,7 @@ from tepal.models.tiny_vit import TinyViT
 from tepal.strategies import FedAvg, FedFrozen, NoAttentionError, RoundFailed
 from tepal.strategies.fedfrozen import cost_ratio
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.rounds.checkpoint import CheckpointError
+from tepal.strategies.rounds.state_json import CheckpointError
 from tests.apps import quickstart_app
 
 CONFIG = ConfigRecord({"lr": 0.02})

@@ -18,7 +18,8 @@ from tepal.strategies.baselines.fedamp import Attention, FedAMPMethod, attention
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.mixing import weighted_rows
 from tepal.strategies.personal.storage import PersonalModels
-from tepal.strategies.rounds.checkpoint import CheckpointError, Checkpoints, current_names, from_json, to_json
+from tepal.strategies.rounds.checkpoint import Checkpoints
+from tepal.strategies.rounds.state_json import CheckpointError, current_names, from_json, to_json
 from tests.quiet import quiet  # noqa: F401
 
 START = {"w": np.array([0.3, -0.2, 0.5]), "n.running_mean": np.array([1.0]), "n.num_batches_tracked": np.array(4)}

@@ -10,7 +10,7 @@ from tepal.strategies.baselines.fednova import FedNovaMethod, NovaState
 from tepal.strategies.fedavg import ModelState
 from tepal.strategies.method import Run, ServerModel
 from tepal.strategies.robust import mean_factory
-from tepal.strategies.rounds.checkpoint import from_json, to_json
+from tepal.strategies.rounds.state_json import from_json, to_json
 from tests.unit.strategies.rounds.test_hostile_clients import app_of, figures, run
 
 RNG = np.random.default_rng(0)

@@ -20,7 +20,8 @@ from tepal.strategies.baselines.fedopt import (
 from tepal.strategies.method import Run, ServerModel
 from tepal.strategies.robust import mean_factory
 from tepal.strategies.rounds.asking import SCHEDULES
-from tepal.strategies.rounds.checkpoint import Checkpoints, from_json, to_json
+from tepal.strategies.rounds.checkpoint import Checkpoints
+from tepal.strategies.rounds.state_json import from_json, to_json
 from tests.unit.strategies.rounds.test_hostile_clients import run, values
 
 ETA, B1, B2, TAU = 0.3, 0.8, 0.95, 0.02

@@ -32,17 +32,11 @@ from tepal.exchange.parts import digest
 from tepal.strategies.baselines.scaffold import ScaffoldState
 from tepal.strategies.fedavg import FedAvgMethod, ModelState
 from tepal.strategies.rounds import checkpoint as module
-from tepal.strategies.rounds.checkpoint import (
-    FACTS,
-    STATE,
-    Checkpoint,
-    CheckpointError,
-    Checkpoints,
-    from_json,
-    to_json,
-)
+from tepal.strategies.rounds import state_json
+from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoint, Checkpoints
 from tepal.strategies.rounds.ledger import ClientLedger
 from tepal.strategies.rounds.resuming import Resuming
+from tepal.strategies.rounds.state_json import CheckpointError, from_json, to_json
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="does to files and disks what Linux lets it do")
 
@@ -104,7 +98,7 @@ def assert_same(was, now, met=None):
 def test_classes_of_methods_and_states_are_found_under_their_earlier_names(tmp_path, monkeypatch):
     state = ScaffoldState({"w": np.ones(2)}, control={"w": np.zeros(2)})
     method = {"name": "Ensembling", "member": "Averaging", "assign": "schedule"}
-    monkeypatch.setattr(module, "_name_of", lambda kind: f"{kind.__module__}:ControlledState")
+    monkeypatch.setattr(state_json, "_name_of", lambda kind: f"{kind.__module__}:ControlledState")
     Checkpoints(tmp_path).save(replace(checkpoint_of(1, state), method=method))
     read = Checkpoints(tmp_path).latest()
     assert type(read.state) is ScaffoldState and read.state.control["w"].tolist() == [0, 0]

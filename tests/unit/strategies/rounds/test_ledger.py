@@ -7,13 +7,10 @@ import pytest
 
 from tepal.exchange.encodings import Encoding
 from tepal.exchange.personal import PersonalState
-from tepal.exchange.plan import Outgoing, Plan, Reply
 from tepal.strategies import FedAvg
-from tepal.strategies.aggregate import ON_TESTS, RECORDED
 from tepal.strategies.fedavg import ModelState
 from tepal.strategies.in_process import Node
 from tepal.strategies.rounds.ledger import ClientLedger
-from tepal.strategies.rounds.messenger import Messenger
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.rounds.test_differences import Grid, rounds_of
 from tests.unit.strategies.rounds.test_encoding import moving_app
@@ -68,20 +65,6 @@ def test_of_very_many_parts_those_of_clients_that_reported_longest_ago_are_forgo
     assert [len(again.record(name).held) for name in "ac"] == [0, 7]
     again.cached("d", ids[:12])
     assert len(again.record("d").held) == 12, "one client's parts are within MOST_PARTS"
-
-
-def test_nodes_that_invent_names_do_not_displace_the_scores_that_are_recorded():
-    messenger = Messenger(object(), None, ClientLedger(), weighted_by_key="num-examples")
-
-    def kept(node, metrics):
-        outgoing = Outgoing(Plan(client=f"c{node}", round=1, needs={"model": ()}), None, {}, node)
-        reply = Reply(client=f"c{node}", parts={}, examples=1, metrics=dict.fromkeys(metrics, 1.0))
-        return set(messenger._with_known_metrics(outgoing, reply).metrics)
-
-    for node in range(5):
-        assert len(kept(node, [f"x{node}-{number}" for number in range(200)])) == 200
-    honest = {*RECORDED, *(f"{on}accuracy" for on in ON_TESTS), "num-examples", "test-examples"}
-    assert kept(9, {*honest, "mine"}) == honest
 
 
 @pytest.mark.parametrize("encoding", [Encoding(), Encoding("sign", "sign")])

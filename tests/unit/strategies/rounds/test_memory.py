@@ -16,7 +16,7 @@ from tepal.host.flower.objects import hash_chunks, tree_of
 from tepal.host.flower.single import plain
 from tepal.strategies import FedAvg
 from tepal.strategies.in_process import InProcessGrid, Node
-from tepal.strategies.rounds.checkpoint import to_json
+from tepal.strategies.rounds.state_json import to_json
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from tepal.records.round_record import RoundRecord
 from tepal.strategies import FedAvg, FedFrozen
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.strategies.rounds import cohort
-from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoint, CheckpointError, Checkpoints
+from tepal.strategies.rounds.checkpoint import FACTS, STATE, Checkpoint, Checkpoints
+from tepal.strategies.rounds.state_json import CheckpointError
 from tepal.training.tasks import IMAGES
 from tests.quiet import quiet  # noqa: F401
 from tests.unit.strategies.rounds.test_mutations import BLOCKS, LAYOUT, RAW
