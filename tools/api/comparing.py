@@ -13,6 +13,7 @@ from rich.console import Console
 from tepal.host.toml import Value
 from tepal.server_app.config import ConfigError, RunConfig
 from tepal.tools.api.run import Run, with_pandas
+from tepal.tools.compare.checks import check, check_tasks, seed_numbers, strategy_names
 from tepal.tools.compare.comparison import (
     CSV,
     HTML,
@@ -26,7 +27,7 @@ from tepal.tools.compare.comparison import (
 from tepal.tools.compare.grid.expand import strategies_grid, variants_grid
 from tepal.tools.compare.grid.values import read_vary_table
 from tepal.tools.compare.plan import OWN_KEYS
-from tepal.tools.compare.runs import check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
+from tepal.tools.compare.runs import new_folder, run_all
 from tepal.tools.compare.sections import NAME, Section, Variant
 from tepal.tools.compare.target import target_value
 from tepal.tools.simulation.running import cache_in, check_clients, check_parts, run_once

@@ -16,6 +16,7 @@ from tepal.records.run_directory import LATEST, RunInUse
 from tepal.server_app.config import ConfigError, RunConfig, defaults
 from tepal.tools.cli import Ray, commands, reported
 from tepal.tools.cli.running import CPUS, ENGINE, GPUS, MEMORY, AppFolder, RunConfigs, Verbose, runner_for
+from tepal.tools.compare.checks import ALL, USUAL, check, check_tasks, seed_numbers, strategy_names
 from tepal.tools.compare.comparison import (
     OWN_KEYS,
     PLAN,
@@ -28,7 +29,7 @@ from tepal.tools.compare.comparison import (
 )
 from tepal.tools.compare.grid.expand import planned_text, strategies_grid, variants_grid
 from tepal.tools.compare.grid.values import Grid, read_vary
-from tepal.tools.compare.runs import ALL, USUAL, check, check_tasks, new_folder, run_all, seed_numbers, strategy_names
+from tepal.tools.compare.runs import new_folder, run_all
 from tepal.tools.compare.tables import comparison_table, resume_command
 from tepal.tools.compare.target import target_value
 from tepal.tools.compare.variants import VariantsFile, read_variants

@@ -23,7 +23,7 @@ def strategies_command(
     ] = None,
 ) -> None:
     """List the strategies with what each transfers and its paper; for a name, its options and their defaults."""
-    from tepal.tools.compare.runs import strategy_names
+    from tepal.tools.compare.checks import strategy_names
 
     with reported():
         Console().print(_table(strategy_names(",".join(names)) if names else ()), soft_wrap=True)

@@ -5,6 +5,7 @@ import csv
 import io
 import signal
 import threading
+from itertools import count
 
 import pytest
 from rich.console import Console
@@ -35,9 +36,21 @@ def folders(compare):
     return sorted(compare.runs.glob("*-compare*"))  # the second of a second is called -compare-2
 
 
-def together(count):
+def interrupted_at(call):
+    """`write_comparison`, with Ctrl-C at this call of it."""
+    real, calls = runs.write_comparison, count(1)
+
+    def write(comparison):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return real(comparison)
+
+    return write
+
+
+def together(number):
     """Called in as many runs, it returns in all of them at the same time."""
-    barrier = threading.Barrier(count)
+    barrier = threading.Barrier(number)
     return lambda _strategy, _run: barrier.wait(20)
 
 
@@ -108,15 +121,7 @@ def test_ctrl_c_stops_all_that_are_under_way_and_shows_what_is_there(compare, ct
 
 def test_ctrl_c_after_the_last_run_leaves_it_finished(compare, monkeypatch):
     compare.engine.at_once = 2
-    real, written = runs.write_comparison, []
-
-    def write(comparison):
-        written.append(None)
-        if len(written) == 2:  # after the second of two runs
-            raise KeyboardInterrupt
-        return real(comparison)
-
-    monkeypatch.setattr(runs, "write_comparison", write)
+    monkeypatch.setattr(runs, "write_comparison", interrupted_at(2))  # after the second of two runs
     assert compare("--strategies", "fedavg,fedacs").exit_code == 0 and outcomes(folders(compare)[0]) == ["finished"] * 2
 
 
@@ -128,15 +133,7 @@ def test_ctrl_c_leaves_a_failed_run_failed_with_its_reason(compare, monkeypatch,
     compare("--strategies", "fedavg,fedacs")
     (folder,) = folders(compare)
     del compare.failing["fedavg"]
-    real, written = runs.write_comparison, []
-
-    def write(comparison):
-        written.append(None)
-        if len(written) == 1:
-            raise KeyboardInterrupt
-        return real(comparison)
-
-    monkeypatch.setattr(runs, "write_comparison", write)
+    monkeypatch.setattr(runs, "write_comparison", interrupted_at(1))
     compare("--resume", str(folder), config=None)
     assert [(run.outcome, run.reason) for run in read_comparison(folder).runs] == [
         ("finished", ""), ("failed", "no data"),
@@ -145,15 +142,7 @@ def test_ctrl_c_leaves_a_failed_run_failed_with_its_reason(compare, monkeypatch,
 
 @pytest.mark.parametrize("first", ["finished", "failed"])
 def test_ctrl_c_between_two_runs_in_turn_stops_the_next(compare, monkeypatch, first):
-    real, written = runs.write_comparison, []
-
-    def write(comparison):
-        written.append(None)
-        if len(written) == 1:
-            raise KeyboardInterrupt
-        return real(comparison)
-
-    monkeypatch.setattr(runs, "write_comparison", write)
+    monkeypatch.setattr(runs, "write_comparison", interrupted_at(1))
     if first == "failed":
         compare.failing["fedavg"] = RunError("no memory")
     done = compare(*THREE)

@@ -16,9 +16,9 @@ from tepal.records.round_record import RoundRecord
 from tepal.records.run_directory import find_run, held, read_config
 from tepal.server_app.run import build_model
 from tepal.tools.cli.main import main
+from tepal.tools.compare.checks import USUAL
 from tepal.tools.compare.comparison import read_comparison
 from tepal.tools.compare.picture import STRATEGIES
-from tepal.tools.compare.runs import USUAL
 from tepal.tools.terminal import RoundProgress, TimeLeft
 from tepal.training.data import DataError
 from tests.comparisons import Killed, comparison_in
