@@ -134,11 +134,10 @@ def stage_app(app: Path, target: Path, without: Iterable[Path] = ()) -> list[Pat
 
     Flower makes a bundle by walking the whole folder, with virtual environments and run directories, while files may
     change. The copy has the files that belong to the bundle: of a type that Flower takes, named by `fab-include`, and
-    not by `.gitignore`. Flower makes the same bundle from it.
+    not by `.gitignore`; none of a folder whose own .gitignore is `*`. Flower makes the same bundle from it.
     """
     table = _app_table(app)
-    ignore = app / ".gitignore"
-    ignored = pathspec.GitIgnoreSpec.from_lines(ignore.read_text().splitlines() if ignore.is_file() else [])
+    ignored = _ignored(app)
     bundled = pathspec.GitIgnoreSpec.from_lines(_BUNDLED)
     included = pathspec.GitIgnoreSpec.from_lines([*table.get("fab-include", ["*"]), "/pyproject.toml", "/.gitignore"])
     app, left_out = app.resolve(), {path.resolve() for path in (target, *without)}
@@ -152,6 +151,7 @@ def stage_app(app: Path, target: Path, without: Iterable[Path] = ()) -> list[Pat
             and name != "__pycache__"
             and here / name not in left_out
             and not (here / name / "pyvenv.cfg").exists()
+            and not _hidden(here / name)
             and not ignored.match_file(f"{(here / name).relative_to(app).as_posix()}/")
         )
         for name in sorted(files):
@@ -163,6 +163,27 @@ def stage_app(app: Path, target: Path, without: Iterable[Path] = ()) -> list[Pat
                 shutil.copyfile(here / name, target / path)
                 copied.append(path)
     return copied
+
+
+def in_bundle(app: Path, path: Path) -> bool:
+    """Return whether Flower, which reads no .gitignore but the app's, takes a YAML file at `path`, relative to it.
+
+    `fab-exclude` does not count: a pattern there that matches nothing in the copy of `stage_app` is an error in Flower.
+    """
+    included = pathspec.GitIgnoreSpec.from_lines(_app_table(app).get("fab-include", ["*"]))
+    return included.match_file(path) and not _ignored(app).match_file(path)
+
+
+def _ignored(app: Path) -> pathspec.GitIgnoreSpec:
+    ignore = app / ".gitignore"
+    return pathspec.GitIgnoreSpec.from_lines(ignore.read_text().splitlines() if ignore.is_file() else [])
+
+
+def _hidden(folder: Path) -> bool:
+    try:
+        return (folder / ".gitignore").read_bytes().strip() == b"*"
+    except OSError:
+        return False
 
 
 def app_run_config(app: Path) -> dict[str, Value]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tepal.host.superlink import CONNECTION, Clock, connect, explain, follow
+from tepal.host.superlink import CONNECTION, Clock, connect, explain, follow, stage_app
 from tepal.host.toml import parse_run_config, to_toml
 from tepal.tools.simulation.ray_engine import RayEngine
 
@@ -27,6 +27,16 @@ def test_flower_finds_a_superlink_and_whom_to_trust_in_what_connect_writes(tmp_p
     assert (connection.name, connection.address) == (CONNECTION, "example.org:443")
     assert not connection.insecure
     assert connection.root_certificates == str(tmp_path / "certificates" / "ca.pem"), "Flower refuses relative paths"
+
+
+def test_a_folder_that_hides_all_of_itself_is_in_no_bundle(tmp_path):
+    app = tmp_path / "app"
+    files = {"hidden/.gitignore": "*\n", "hidden/a.yaml": "", "hidden/below/b.yaml": "", "open/.gitignore": "*.md\n",
+             "open/c.yaml": "", "pyproject.toml": "[tool.flwr.app]\n"}  # fmt: skip
+    for name, text in files.items():
+        (app / name).parent.mkdir(parents=True, exist_ok=True)
+        (app / name).write_text(text)
+    assert {path.as_posix() for path in stage_app(app, tmp_path / "staged")} == {"open/c.yaml", "pyproject.toml"}
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def test_the_app_has_the_name_of_its_folder_everywhere(tmp_path):
     modules = ["__init__", "client_app", "server_app", "task"]
     assert files == [".gitignore", "pyproject.toml", *(f"ward_7/{name}.py" for name in modules)]
     ignored = pathspec.GitIgnoreSpec.from_lines((app / ".gitignore").read_text().splitlines())
-    for made in ("runs/a/config.toml", "state/server.json", "fleet/server/nodes/a.pub", "ward_7/__pycache__/task.pyc"):
-        assert ignored.match_file(made)
+    made = ["runs/a/config.toml", "state/server.json", "fleet/server/nodes/a.pub", "k8s/server.yaml"]
+    assert all(map(ignored.match_file, [*made, "ward_7/__pycache__/task.pyc"]))
     assert not any(map(ignored.match_file, files))
     for path in app.rglob("*.py"):
         text = path.read_text()

@@ -13,6 +13,7 @@ import yaml
 
 from tepal.host.files import replacing
 from tepal.host.site import ProvisionError
+from tepal.host.superlink import RunError, in_bundle, is_app
 from tepal.tools.deploy.kubernetes.pod import Manifest
 
 _SECRETS = "secrets"
@@ -55,19 +56,45 @@ def write(
 ) -> list[Written]:
     """Write (Secrets, other objects) to files by name, below `output`; files of an earlier call are replaced.
 
-    `separate`: Secrets go to a folder secrets/, which git ignores, and the other files have none.
+    `separate`: Secrets go to a folder secrets/, and the other files have none. Git ignores each folder with a Secret.
+    Raises ProvisionError, and nothing is written then, if a Secret would be in the bundle of a Flower app.
     """
     if output.exists() and not output.is_dir():
         raise ProvisionError(f"--output {output} is a file, expected a folder")
+    with_secrets = output / _SECRETS if separate else output
+    _check_bundles(output, [with_secrets / name for name, (secrets, _) in parts.items() if secrets])
     written = []
     for name, (secrets, others) in parts.items():
         if separate and secrets:
-            written.append(_write(output / _SECRETS / name, secrets, secret=True))
-            (output / _SECRETS).chmod(0o700)
-            (output / _SECRETS / ".gitignore").write_text("*\n")
+            written.append(_write(with_secrets / name, secrets, secret=True))
+            with_secrets.chmod(0o700)
+            _hide(with_secrets)
             secrets = ()
         written.append(_write(output / name, [*secrets, *others], secret=bool(secrets)))
+        if secrets:
+            _hide((output / name).parent)
     return written
+
+
+def _check_bundles(output: Path, files: Sequence[Path]) -> None:
+    """Raise ProvisionError if one of these files, with Secrets, would be in the bundle of an app around `output`."""
+    here = output.resolve()
+    try:
+        for app in filter(is_app, (here, *here.parents)):
+            for path in files:
+                if in_bundle(app, here.relative_to(app) / path.relative_to(output)):
+                    raise ProvisionError(
+                        f"{path} would have a Secret and be in the bundle of the Flower app {app}, which every site "
+                        f"receives: name a folder elsewhere with --output, or add this one to {app / '.gitignore'}"
+                    )
+    except RunError as error:
+        raise ProvisionError(str(error)) from error
+
+
+def _hide(folder: Path) -> None:
+    """Let git ignore all of a folder, except that of a repository or one that has rules of its own."""
+    if not (folder / ".gitignore").exists() and not (folder / ".git").exists():
+        (folder / ".gitignore").write_text("*\n")
 
 
 def _write(path: Path, manifests: Sequence[Manifest], *, secret: bool) -> Written:

@@ -1,16 +1,19 @@
 """The manifests for Kubernetes: valid, consistent with themselves, the images and the compose files, and secret."""
 
 import base64
+import io
 import json
 import os
 import re
 import shutil
 import stat
 import string
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+from flwr.cli.build import build_fab_from_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.main import get_command
@@ -19,6 +22,7 @@ from typer.testing import CliRunner
 from tepal.client_app.node import node as running_node
 from tepal.client_app.node.settings import NodeSettings
 from tepal.host.site import NAME
+from tepal.host.superlink import stage_app
 from tepal.host.toml import parse_run_config
 from tepal.tools.cli.main import main
 from tepal.tools.cli.node import app as node_app
@@ -26,6 +30,7 @@ from tepal.tools.cli.provision import app as provision
 from tepal.tools.deploy.kubernetes.files import to_yaml
 from tepal.tools.deploy.kubernetes.pod import as_pairs, label_of
 from tepal.tools.deploy.provision import Provisioned, add, make, read_site, renew_server, renew_site, revoke
+from tepal.tools.init import write_app
 from tests.packages import ROOT
 
 SITES = ("north", "South_1.", "y")
@@ -436,7 +441,7 @@ def test_no_secret_is_printed_or_in_a_manifest_without_secrets(made, tmp_path):
             assert not any(secret in text for secret in secrets)
     assert not any(secret in out + err for secret in secrets)
     assert out.count("has a Secret") == len(apart)
-    assert (output / "secrets/.gitignore").read_text() == "*\n"
+    assert (output / "secrets/.gitignore").read_text() == "*\n" and not (output / ".gitignore").exists()
     everything = "".join(path.read_text() for path in output.rglob("*.yaml"))
     assert base64.b64encode((made.folder / "ca/ca.key").read_bytes()).decode() not in everything
 
@@ -488,6 +493,74 @@ def test_secrets_are_the_files_that_provision_made(made, tmp_path):
         }
     keys = named(files["server.yaml"], "ConfigMap", "tepal-server-nodes")["data"]
     assert keys == {path.name: path.read_text() for path in made.server.nodes.iterdir()}
+
+
+def bundles(app, target):
+    """The files that sites get of an app: by the copy that `tepal server` makes, and by Flower alone."""
+    staged = {path.as_posix() for path in stage_app(app, target)}
+    with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(app))) as bundle:
+        return staged, set(bundle.namelist())
+
+
+@pytest.mark.parametrize("separate", [[], ["--separate-secrets"]])
+def test_no_bundle_of_an_app_has_what_is_written_in_it(tmp_path, monkeypatch, separate):
+    app = tmp_path / "ward7"
+    write_app(app)
+    monkeypatch.chdir(app)
+    assert tepal("make", "fleet", "--host", "fl.example.org", "--site", "north", "--unpacked")[0] == 0
+    assert {"server.yaml", "sites/north.yaml"} <= set(rendered(Path("fleet"), Path("k8s"), *DATA, *separate))
+    for files in bundles(app, tmp_path / "staged"):
+        assert {"pyproject.toml", "ward7/task.py"} <= files
+        assert not [name for name in files if name.startswith(("k8s/", "fleet/"))]
+
+
+@pytest.mark.parametrize(
+    ("ignored", "settings", "output", "more", "allowed"),
+    [
+        ("", "", "manifests", (), False),
+        ("", "", ".", (), False),
+        ("", "", "../manifests", (), True),
+        ("/manifests/", "", "manifests/new", (), True),
+        ("secrets/", "", "manifests", ("--separate-secrets",), True),
+        ("secrets/", "", "manifests", (), False),
+        ("", 'fab-include = ["/ward7/*.py"]', "manifests", (), True),
+        ("", 'fab-exclude = ["/manifests/**"]', "manifests", (), False),
+    ],
+)
+def test_an_output_in_an_app_is_refused_where_its_bundle_would_have_secrets(
+    made, tmp_path, monkeypatch, ignored, settings, output, more, allowed
+):
+    app = tmp_path / "ward7"
+    write_app(app)
+    (app / ".gitignore").write_text(f"{ignored}\n")
+    project = app / "pyproject.toml"
+    project.write_text(project.read_text().replace("[tool.flwr.app]\n", f"[tool.flwr.app]\n{settings}\n"))
+    monkeypatch.chdir(app)
+    before = set(app.rglob("*"))
+    status, _, said = tepal("kubernetes", made.folder, "--output", output, *DATA, *more)
+    assert (status == 0) == allowed, said
+    if allowed:
+        _, files = bundles(app, tmp_path / "staged")
+        assert "ward7/task.py" in files and not [name for name in files if "Secret" in read_in(app, name)]
+    else:
+        assert set(app.rglob("*")) == before
+        assert f"the bundle of the Flower app {app}, which every site receives" in said
+
+
+def read_in(app, name):
+    """The text of a file of a bundle that the app's folder has; of Flower's own ""."""
+    return (app / name).read_text() if (app / name).exists() else ""
+
+
+def test_each_folder_with_secrets_is_hidden_unless_it_has_rules_or_a_repository(made, tmp_path):
+    output = tmp_path / "k8s"
+    output.mkdir()
+    (output / ".gitignore").write_text("*.bak\n")
+    rendered(made.folder, output, *DATA)
+    assert ((output / ".gitignore").read_text(), (output / "sites/.gitignore").read_text()) == ("*.bak\n", "*\n")
+    (tmp_path / "checkout/.git").mkdir(parents=True)
+    rendered(made.folder, tmp_path / "checkout", *DATA)
+    assert not (tmp_path / "checkout/.gitignore").exists()
 
 
 # Changes --------------------------------------------------------------------------------------------------------------
