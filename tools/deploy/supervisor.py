@@ -57,6 +57,7 @@ class Supervisor:
         self.journal = Journal(self.state / STATE)
         self.queue = RunQueue(settings, self.journal)
         self._answered: float | None = None  # the time of the present SuperLink's first answer
+        self._served = b""  # the certificate that the present SuperLink uses
 
     def run(self) -> None:
         """Serve until a signal raises SystemExit. Raises ServerError for a problem that a person must solve."""
@@ -125,6 +126,7 @@ class Supervisor:
         settings, self._answered = self.settings, None
         self.journal.superlink, self.journal.superlink_starts = "starting", self.journal.superlink_starts + 1
         self.journal.beat(at_once=True)
+        self._served = self._certificate()
         with started(
             superlink_command(settings),
             log=self.state / "log" / "superlink.log",
@@ -232,13 +234,29 @@ class Supervisor:
             elif time.monotonic() - watch.pending_since > _PENDING:
                 raise ProcessError(f"it has accepted run {run_id} and did not start it within {_PENDING:g} s")
 
+    def _certificate(self) -> bytes:
+        """Return the content of the server's certificate file, b"" without one."""
+        try:
+            return self.settings.credentials.certificate.read_bytes() if self.settings.credentials else b""
+        except OSError:
+            return b""
+
     def _check_credentials(self, again: bool = False) -> None:
+        from cryptography.x509 import load_pem_x509_certificate
+
         settings = self.settings
         if settings.credentials is None:
             return
         try:
+            if self._served and self._certificate() not in (self._served, b""):
+                log.warning(
+                    "%s was replaced, and the SuperLink still uses the former one, which expires on %s UTC: restart "
+                    "this server",
+                    settings.credentials.certificate,
+                    f"{load_pem_x509_certificate(self._served).not_valid_after_utc:%Y-%m-%d %H:%M}",
+                )
             warnings = check_credentials(settings.credentials, reachable(settings.host), datetime.now(UTC))
-        except (ServerError, OSError) as error:
+        except (ServerError, OSError, ValueError) as error:
             if not again:
                 raise
             self.journal.error(str(error))

@@ -1057,6 +1057,35 @@ def test_the_daily_check_of_the_credentials_ends_no_server(folder, tmp_path, mon
     assert supervisor.journal.last_error["text"] == "[Errno 5] Input/output error"
 
 
+@pytest.mark.parametrize("days", [365, 20])
+def test_a_replaced_certificate_that_the_superlink_does_not_use_yet_is_told(tmp_path, monkeypatch, caplog, days):
+    made = make(tmp_path / "fl", hosts=["x"], sites=["a"], days=days)
+    supervisor = Supervisor(Settings(state=tmp_path, credentials=made.server))
+    ends = x509.load_pem_x509_certificate(made.server.certificate.read_bytes()).not_valid_after_utc
+
+    def failing(*_, **__):
+        raise ProcessError("it does not start")
+
+    def told():
+        caplog.clear()
+        supervisor._check_credentials(again=True)
+        return [message for message in caplog.messages if "was replaced" in message]
+
+    monkeypatch.setattr("tepal.tools.deploy.supervisor.started", failing)
+    assert not told(), "no SuperLink was started"
+    for _ in range(2):
+        with pytest.raises(ProcessError):
+            supervisor._serve_once()
+        assert not told(), "it uses the present one"
+        provision.renew_server(made.folder)
+        (said,) = told()
+        assert f"{made.server.certificate} was replaced" in said and "restart this server" in said
+        assert f"the former one, which expires on {ends.strftime('%Y-%m-%d %H:%M')} UTC" in said
+        ends = x509.load_pem_x509_certificate(made.server.certificate.read_bytes()).not_valid_after_utc
+    made.server.certificate.unlink()
+    assert not told() and "has no server.crt" in supervisor.journal.last_error["text"]
+
+
 def test_a_key_that_is_not_the_certificates_is_refused(folder, tmp_path):
     other = make(tmp_path / "other", hosts=["x"], sites=["a"]).server
     shutil.copy(other.key, folder.key)
