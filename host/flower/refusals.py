@@ -91,8 +91,8 @@ def push_once(
 
 def explain_refusal(code: str, details: str) -> str:
     """Return why the SuperLink refuses this node and what to do, from its error code and details."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     if "Invalid timestamp" in details:
-        now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         return (
             f"the SuperLink does not accept the time of this machine, {now} UTC: its clock is more than 5 seconds "
             "ahead of the SuperLink's, or more than 5 minutes behind it. Set both by NTP"
@@ -102,6 +102,11 @@ def explain_refusal(code: str, details: str) -> str:
             "the SuperLink does not know this node's key: it was never registered, it was revoked, or the SuperLink "
             "was restarted. Its administrator registers it with `tepal provision register`. Or the SuperLink still "
             "counts this node as connected, up to a minute after it was killed"
+        )
+    if "certificate has expired" in details or "not yet valid" in details:
+        return (
+            f"the server's certificate is not valid at this machine's time, {now} UTC: set the clock by NTP, or the "
+            "server's administrator renews it"
         )
     if "handshake failed" in details.lower() or "certificate" in details.lower():
         return f"no TLS connection to the SuperLink: {details}. Check its address, and that ca.crt is its authority's"

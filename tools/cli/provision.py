@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -95,7 +96,8 @@ def renew_command(
     server: Annotated[bool, typer.Option("--server", help="a new certificate and key for the server")] = False,
     site: Annotated[list[str] | None, typer.Option(help="a new key for this site; may be repeated")] = None,
     host: Annotated[
-        list[str] | None, typer.Option(help="with --server: new names and addresses; may be repeated")
+        list[str] | None,
+        typer.Option(help="with --server: all names and addresses, in place of the present ones; may be repeated"),
     ] = None,
     days: Annotated[
         int | None, typer.Option(min=1, help="with --server: validity in days", show_default="365")
@@ -119,6 +121,7 @@ def renew_command(
         if given is not None and not site:
             raise ValueError("--node-config is for a site: give --site, too")
         if server:
+            before = _names(folder) if host else set()
             made = renew_server(folder, hosts=host or [], days=days or 365)
             typer.echo(
                 f"{made.server.certificate}, {made.server.key}: new; the old pair is in *.old\n"
@@ -127,6 +130,11 @@ def renew_command(
             )
             if host:
                 typer.echo("Existing sites use the address in their site.toml: check that it still leads to the server")
+            if lost := sorted(before - _names(folder)):
+                _print_warning(
+                    f"the certificate is no longer for {', '.join(lost)}: sites whose site.toml names one of them "
+                    "cannot connect after the restart. To keep a name, give --host for it, too"
+                )
         for name in site or []:
             _print_sites(renew_site(folder, name, node_config=given), [name])
         if site:
@@ -308,6 +316,16 @@ def list_command(folder: _ServerFolder) -> None:
             typer.echo(f"{what} has expired" if days < 0 else f"{what} is valid for {more}")
             if days < SOON:
                 _print_warning(f"{what} {'has expired' if days < 0 else f'expires in {days} days'}. Needed: {remedy}")
+
+
+def _names(folder: Path) -> set[str]:
+    """Return the names and addresses of the server's certificate, none if it cannot be read."""
+    from tepal.host.site import ProvisionError, read_certificate
+    from tepal.tools.deploy.provision import Provisioned, hosts_of
+
+    with contextlib.suppress(ProvisionError, OSError):
+        return set(hosts_of(read_certificate(Provisioned(folder).server.certificate)))
+    return set()
 
 
 def _unregister(server: ServerFolder, name: str, superlink: str | None, folder: Path) -> None:

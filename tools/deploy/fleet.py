@@ -205,7 +205,17 @@ def _explained(address: str, refused: type[FleetError] = FleetError) -> Iterator
         raise refused(f"the SuperLink at {address} refuses: {reason}") from error
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         said = str(error) or type(error).__name__
-        if "CERTIFICATE_VERIFY_FAILED" in said:
+        if "certificate has expired" in said or "not yet valid" in said:
+            what = (
+                f"the certificate of the server at {address} is not valid at this machine's time: check its clock, "
+                "then `tepal provision renew FOLDER --server`, and restart the server"
+            )
+        elif "ostname mismatch" in said or "IP address mismatch" in said:
+            what = (
+                f"the certificate of the server at {address} is not for that name: `tepal provision list FOLDER` shows "
+                "its names"
+            )
+        elif "CERTIFICATE_VERIFY_FAILED" in said:
             what = f"the certificate of the server at {address} was not issued by this folder's ca.crt"
         elif "WRONG_VERSION_NUMBER" in said or isinstance(error, httpx.RemoteProtocolError):
             what = f"the server at {address} is not a SuperLink with TLS"

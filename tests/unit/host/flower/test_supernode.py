@@ -713,6 +713,8 @@ def test_an_object_that_the_superlink_has_stored_is_not_refused_when_it_is_sent_
         ("UNAUTHENTICATED", "Invalid timestamp", ["does not accept the time of this machine", "UTC", "NTP"]),
         ("", "[code: 2004] Public key is unknown", ["does not know this node's key", "tepal provision register"]),
         ("", "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED", ["no TLS connection", "ca.crt"]),
+        ("", "CERTIFICATE_VERIFY_FAILED: certificate has expired", ["not valid at this machine's time", "UTC", "NTP"]),
+        ("", "CERTIFICATE_VERIFY_FAILED: certificate is not yet valid", ["not valid at this machine's time", "renews"]),
         ("UNAUTHENTICATED", "something new", ["refuses this node", "UNAUTHENTICATED something new"]),
     ],
 )

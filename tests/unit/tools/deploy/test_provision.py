@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -816,6 +817,29 @@ def test_who_does_not_answer_or_is_not_trusted_is_said(tmp_path, made):
         pass
 
 
+@pytest.mark.parametrize(
+    ("ssl_says", "words"),
+    [
+        ("certificate has expired", ["not valid at this machine's time", "check its clock", "renew FOLDER --server"]),
+        ("certificate is not yet valid", ["not valid at this machine's time", "check its clock"]),
+        ("Hostname mismatch, certificate is not valid for 'x'.", ["not for that name", "tepal provision list FOLDER"]),
+        ("IP address mismatch, certificate is not valid for '::1'.", ["not for that name"]),
+        ("unable to get local issuer certificate", ["was not issued by this folder's ca.crt"]),
+    ],
+)
+def test_why_a_certificate_is_not_trusted_is_said(ssl_says, words):
+    text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {ssl_says} (_ssl.c:1016)"
+
+    def refuse(_):
+        raise httpx.ConnectError(text)
+
+    with pytest.raises(Unreachable) as refused:
+        Fleet("x:8000", SimpleNamespace(ListNodes=refuse)).node_keys()
+    said = str(refused.value)
+    assert said.startswith("the certificate of the server at x:8000 ") and said.endswith(f" ({text})")
+    assert all(word in said for word in words), said
+
+
 # The commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -885,6 +909,29 @@ def test_what_is_of_the_servers_certificate_is_refused_without_it(made, given, s
 def test_a_renewed_certificate_of_the_server_is_valid_for_a_year_or_the_days_that_are_given(made, given, days):
     assert tepal("renew", made.folder, "--server", *given)[0] == 0
     assert overview(made.folder).server_days == days
+
+
+@pytest.mark.parametrize(
+    ("given", "lost"),
+    [
+        ((), ""),
+        (("new.example.org",), "192.0.2.7, fl.example.org"),
+        (("fl.example.org", "new.example.org"), "192.0.2.7"),
+        (("192.0.2.7", "fl.example.org", "new.example.org"), ""),
+    ],
+)
+def test_names_that_the_renewed_certificate_has_no_more_are_told(tmp_path, given, lost):
+    folder = make(tmp_path / "fl", hosts=["fl.example.org", "192.0.2.7"], sites=["north"]).folder
+    status, said = tepal("renew", folder, "--server", *(word for host in given for word in ("--host", host)))
+    assert status == 0 and ("no longer for" in said) == bool(lost)
+    if lost:
+        assert f"the certificate is no longer for {lost}: sites whose site.toml names one of them" in said
+
+
+def test_a_certificate_that_cannot_be_read_is_renewed_for_the_names_that_are_given(made):
+    made.server.certificate.write_text("nonsense")
+    status, said = tepal("renew", made.folder, "--server", "--host", "new.example.org")
+    assert status == 0 and "no longer for" not in said and "new.example.org" in overview(made.folder).hosts
 
 
 def test_revoking_says_that_no_superlink_was_told_when_none_was_named(made, monkeypatch):
