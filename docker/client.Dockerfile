@@ -3,6 +3,7 @@
 #     docker build -f docker/client.Dockerfile -t tepal-client .
 #
 # Runs with a read-only root: state is in /app/state, the cache in /app/cache; /tmp must be a tmpfs.
+# Needs Docker Engine 25 or newer, for the start interval of its health check.
 #
 # Build arguments; an empty one leaves pip's default.
 #   PYTHON_IMAGE        base image of all stages, with Python 3.11 or newer and useradd

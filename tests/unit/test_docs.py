@@ -157,6 +157,15 @@ def test_every_compose_command_has_the_variables_that_its_files_need(page):
             assert needed <= given | names, command
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "docker").glob("*.Dockerfile")), ids=lambda file: file.name)
+def test_the_docker_that_the_images_need_is_stated(file):
+    """Docker has the start interval of a health check since version 25."""
+    page = (ROOT / "docs/install.md").read_text()
+    header = file.read_text().partition("ARG ")[0]
+    assert "--start-interval" in file.read_text()
+    assert "Docker Engine 25 or newer, with Compose 2" in page and "Docker Engine 25 or newer" in header
+
+
 def test_what_runs_the_commands_is_there():
     tests = "".join(path.read_text() for path in (ROOT / "tests/unit").glob("test_docs*.py"))
     for by in set(RUN_BY.values()):
