@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping
 
 from tepal.host.flower.link import Link, command
@@ -13,6 +14,8 @@ from tepal.host.flower.link import Link, command
 
 class Child:
     """A process that runs a module of `tepal.host.flower`, connected by a `Link`, in its own session.
+
+    `_listen` of a subclass reads the link, in a thread of its own.
 
     Args:
         module: of `tepal.host.flower`.
@@ -37,6 +40,15 @@ class Child:
         except OSError:
             self.link.close()
             raise
+        try:
+            threading.Thread(target=self._listen, name=module, daemon=True).start()
+        except RuntimeError as error:  # no more threads, which count as processes
+            self.kill()
+            self.link.close()
+            raise OSError(f"{error} for the process {module}") from error
+
+    def _listen(self) -> None:
+        raise NotImplementedError
 
     @property
     def pid(self) -> int:

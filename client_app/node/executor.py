@@ -71,7 +71,6 @@ class Worker(Child):
         # If memory runs out, the system must kill the app and not the node.
         with contextlib.suppress(OSError):
             Path(f"/proc/{self.pid}/oom_score_adj").write_text("500", encoding="ascii")
-        threading.Thread(target=self._listen, name=name, daemon=True).start()
 
     def stop(self, *, now: bool = False) -> None:
         """End the process and those that it has started, and remove its folder. `now`: without waiting for it."""

@@ -170,22 +170,30 @@ class WarmNode:
             self._executor.supernode_died()
             self._supernodes_died += 1
             self._in_a_row = 0 if time.monotonic() - supernode.since > _LONG_ENOUGH else self._in_a_row + 1
-            pause = _PAUSES[min(self._in_a_row, len(_PAUSES) - 1)]
-            self._problem = supernode.refused or f"the SuperNode ended with status {supernode.status}"
-            log.error("%s. The SuperNode is started again in %g s.", _sentence(self._problem), pause)
+            problem = supernode.refused or f"the SuperNode ended with status {supernode.status}"
             supernode.stop()
-            self._supernode, self._next_start = None, time.monotonic() + pause
+            self._start_later(problem)
+            self._supernode = None
         elif supernode is not None and self._draining and self._may_sign_off(supernode):
             supernode.stop()
             self._supernode = None
         elif supernode is None and not self._draining and time.monotonic() >= self._next_start:
             runtime = self._folder / f"runtime-{next(self._numbers)}"  # a SuperNode that was killed leaves its own
             self._executor.address = str(runtime)
-            self._supernode = _SuperNode(
-                self._options(), self.settings.poll, runtime, self._environment, self._executor, self._stages
-            )
+            try:
+                self._supernode = _SuperNode(
+                    self._options(), self.settings.poll, runtime, self._environment, self._executor, self._stages
+                )
+            except OSError as error:  # no disk, no memory, no more processes
+                self._in_a_row += 1
+                self._start_later(f"the SuperNode cannot be started: {error}")
         elif supernode is not None and supernode.node_id is not None:
             self._problem = ""
+
+    def _start_later(self, problem: str) -> None:
+        pause = _PAUSES[min(self._in_a_row, len(_PAUSES) - 1)]
+        self._problem, self._next_start = problem, time.monotonic() + pause
+        log.error("%s. The SuperNode is started again in %g s.", _sentence(problem), pause)
 
     def _finish(self, executor: threading.Thread) -> None:
         """Take no further message; wait for the current one within the grace period, and until its answer is sent."""
@@ -223,29 +231,28 @@ class WarmNode:
     def _options(self) -> list[str]:
         settings = self.settings
         options = ["--superlink", settings.superlink, "--isolation", "process"]
-        options += ["--superexec-auth-secret-file", str(self._write_secret())]
+        options += ["--superexec-auth-secret-file", str(self._written("secret", self._secret))]
         options += ["--insecure"] if settings.insecure else []
         options += ["--root-certificates", str(settings.root_certificates)] if settings.root_certificates else []
         options += ["--auth-supernode-private-key", str(settings.key)] if settings.key else []
         if settings.node_config:
-            config = self._folder / "node-config.toml"
-            config.write_text(to_toml(settings.node_config), encoding="utf-8")
-            options += ["--node-config", str(config)]
+            config = to_toml(settings.node_config).encode()
+            options += ["--node-config", str(self._written("node-config.toml", config))]
         return options
 
-    def _write_secret(self) -> Path:
-        """Write the secret for the next SuperNode, and return its file.
+    def _written(self, name: str, content: bytes) -> Path:
+        """Write a file for the next SuperNode, and return its path.
 
         A cleaner of the temporary folder may have removed the last one after some days, or the whole folder.
         """
-        path = self._folder / "secret"
+        path = self._folder / name
         self._folder.mkdir(0o700, parents=True, exist_ok=True)
         private = lambda name, flags: os.open(name, flags, 0o600)  # noqa: E731
         try:
             with replacing(path) as new, open(new, "xb", opener=private) as file:
-                file.write(self._secret)
+                file.write(content)
         except OSError:  # the disk is full
-            if not path.is_file() or path.read_bytes() != self._secret:
+            if not path.is_file() or path.read_bytes() != content:
                 raise
         return path
 
@@ -276,7 +283,6 @@ class _SuperNode(Child):
         self._sent = -_COLLECTING
         self._reported = time.monotonic()
         super().__init__("supernode", str(poll), str(runtime), *options, environment=environment)
-        threading.Thread(target=self._listen, name="supernode", daemon=True).start()
 
     @property
     def alive(self) -> bool:

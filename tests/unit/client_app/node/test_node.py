@@ -1,18 +1,24 @@
 """The node's own folder, and the signals that stop it."""
 
+import contextlib
+import errno
 import fcntl
+import resource
 import shutil
 import signal
 import stat
+import subprocess
 import tempfile
 import threading
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tepal.client_app.node import node as module
+from tepal.client_app.node.child import Child
 from tepal.client_app.node.node import WarmNode, _folder, run_node
 from tepal.client_app.node.settings import NodeSettings
 from tepal.host.flower.patches import UnsupportedFlowerVersion
@@ -172,6 +178,84 @@ def test_a_secret_is_written_anew_over_what_others_could_read(node, tmp_path):
     node._options()
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
     assert (tmp_path / "secret").read_bytes() == node._secret
+
+
+@contextlib.contextmanager
+def _no_byte_can_be_written():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_after_the_first_start_does_not_keep_the_next_supernode(tmp_path, monkeypatch):
+    settings = NodeSettings(superlink="127.0.0.1:1", insecure=True, node_config={"data-path": "/data/ä.npz"})
+    node = WarmNode(settings, tmp_path)
+    options = node._options()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    config = tmp_path / "node-config.toml"
+    assert tomllib.loads(before[config].decode()) == {"data-path": "/data/ä.npz"}
+
+    with _no_byte_can_be_written():
+        assert node._options() == options
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    config.unlink()
+    with _no_byte_can_be_written(), pytest.raises(OSError):
+        node._options()
+
+
+def test_a_supernode_that_cannot_be_started_is_started_later_and_the_status_says_why(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    node = WarmNode(NodeSettings(superlink="127.0.0.1:1", insecure=True), tmp_path)
+    now = 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    pauses = []
+    for _ in range(7):
+        node._keep_supernode()
+        pauses.append(node._next_start - now)
+        now = node._next_start - 0.1
+        node._keep_supernode()
+        assert node._next_start == pytest.approx(now + 0.1), "nothing before its time"
+        now = node._next_start
+        status = node.status()
+        assert status.problem == f"the SuperNode cannot be started: [Errno {errno.EAGAIN}] no more processes"
+        assert not node.healthy and status.state == "refused"
+    assert pauses == [2, 4, 8, 15, 30, 30, 30]
+    monkeypatch.setattr(module, "_SuperNode", lambda *_: SuperNode(0.0))
+    node._keep_supernode()
+    assert node._supernode is not None
+
+
+def test_a_process_whose_link_nobody_can_read_is_ended(monkeypatch):
+    ended = []
+
+    class Popen:
+        pid = 17
+
+        def __init__(self, *_, **__):
+            pass
+
+        def wait(self):
+            ended.append("reaped")
+
+    class Unread(Child):
+        def _listen(self):
+            pass
+
+    def no_more(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    monkeypatch.setattr("os.killpg", lambda pid, number: ended.append((pid, number)))
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    with pytest.raises(OSError, match="can't start new thread for the process supernode"):
+        Unread("supernode", environment={})
+    assert ended == [(17, signal.SIGKILL), "reaped"]
 
 
 def test_the_executor_has_the_secret_that_the_supernode_reads(tmp_path, monkeypatch):
