@@ -24,6 +24,10 @@ def node_families(status: NodeStatus, stages: Mapping[str, tuple[int, float]]) -
     state = GaugeMetricFamily("tepal_node_state", "1 for the node's state, 0 for the others", labels=["state"])
     for name in _STATES:
         state.add_metric([name], float(status.state == name))
+    healthy = GaugeMetricFamily(
+        "tepal_node_healthy", "1 while the node can answer messages, as `tepal node status` reports it"
+    )
+    healthy.add_metric([], float(status.state == "connected" and not status.problem))
     up = GaugeMetricFamily("tepal_node_uptime_seconds", "Seconds since the node was started")
     up.add_metric([], status.uptime_seconds)
     messages = CounterMetricFamily("tepal_node_messages", "Messages, by outcome", labels=["outcome"])
@@ -45,4 +49,4 @@ def node_families(status: NodeStatus, stages: Mapping[str, tuple[int, float]]) -
         sizes[process.role] += process.resident_bytes
     for role, size in sizes.items():
         memory.add_metric([visible(role, LONGEST_NAME)], size)
-    return [state, up, messages, deaths, at_work, latency, memory]
+    return [state, healthy, up, messages, deaths, at_work, latency, memory]

@@ -24,7 +24,7 @@ def server_families(journal: Journal, folders: Sequence[Path]) -> Families:
     """Return a server's metrics, from its journal and the runs in its folders."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    up = GaugeMetricFamily("tepal_superlink_up", "1 while the SuperLink runs and answers")
+    up = GaugeMetricFamily("tepal_superlink_up", "1 while the SuperLink runs")
     up.add_metric([], float(journal.superlink == "running"))
     starts = CounterMetricFamily("tepal_superlink_starts", "Starts of the SuperLink since this server's own")
     starts.add_metric([], journal.superlink_starts)

@@ -93,6 +93,21 @@ def test_a_node_tells_what_its_status_shows():
     assert told["tepal_node_resident_bytes", "executor"] == 23
 
 
+@pytest.mark.parametrize(
+    ("state", "problem", "healthy"),
+    [
+        ("connected", "", 1),
+        ("connected", "its executor does not respond", 0),
+        ("unreachable", "the SuperLink at far:9092 does not answer", 0),
+        ("starting", "", 0),
+        ("drained", "", 0),
+    ],
+)
+def test_a_node_is_healthy_while_it_can_answer_messages(state, problem, healthy):
+    told = scraped(lambda: node_families(node_pb2.NodeStatus(state=state, problem=problem), {}))
+    assert told["tepal_node_healthy",] == healthy
+
+
 def test_an_address_that_cannot_be_listened_on_is_said():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
