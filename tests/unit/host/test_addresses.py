@@ -10,11 +10,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import grpc
 import httpx
 import pytest
+import yaml
 from flwr.proto.control_pb2 import ListRunsRequest, ListRunsResponse
 
 from tepal.host.addresses import unused_proxy, why_taken, without_proxy
 from tepal.host.processes import flower_environment, free_port
 from tepal.host.superlink import control_client
+from tests.packages import ROOT
 
 PROXIES = [f"{scheme}_proxy" for scheme in ("http", "https", "all")]
 
@@ -135,6 +137,22 @@ def test_grpc_keeps_a_list_of_its_own(monkeypatch, own):
     monkeypatch.setenv("no_grpc_proxy", own)
     hosts = without_proxy("10.0.0.7")["no_grpc_proxy"].split(",")
     assert hosts == [own or "intranet.example.org", "127.0.0.1", "localhost", "::1", "10.0.0.7"]
+
+
+@pytest.mark.parametrize("client", ["client-1", "client-2", "client-3"])
+def test_the_clients_of_compose_ask_their_server_directly_whatever_proxy_docker_names(server, monkeypatch, client):
+    proxy, through = server()
+    monkeypatch.setenv("https_proxy", f"http://{proxy}")
+    monkeypatch.setenv("no_proxy", "intranet.example.org")
+    found = yaml.safe_load((ROOT / "docker/compose.yml").read_text())["services"]
+    for name, value in found[client]["environment"].items():
+        monkeypatch.setenv(name, value)
+    for name, value in without_proxy().items():
+        monkeypatch.setenv(name, value)
+    (host,) = re.findall(r"--host (\S+)", "".join(found["provision"]["command"]))
+    with grpc.insecure_channel(f"{host}:{free_port()}") as channel, pytest.raises(grpc.RpcError):
+        channel.unary_unary("/tepal/Ask")(b"", timeout=10)
+    assert through == []
 
 
 # ---- ports -------------------------------------------------------------------------------------------------------
