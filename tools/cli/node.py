@@ -105,12 +105,13 @@ def run(
     if context.invoked_subcommand:
         return
     from tepal.host.flower.patches import UnsupportedFlowerVersion
+    from tepal.host.log_format import log_format as formatted
 
-    with reported(UnsupportedFlowerVersion):
+    # The outer one reports another format.
+    with reported(), formatted(log_format), reported(UnsupportedFlowerVersion):
         from tepal.client_app.node.node import run_node
         from tepal.client_app.node.settings import NodeSettings
         from tepal.host.limits import parse_size
-        from tepal.host.log_format import log_format as formatted
         from tepal.host.metrics import endpoint
         from tepal.host.site import read_site, with_absolute_paths
         from tepal.host.toml import parse_run_config
@@ -155,8 +156,7 @@ def run(
                 certificate=metrics_cert, key=metrics_key, open=metrics_open,
             ),
         )
-        with formatted(log_format), reported(UnsupportedFlowerVersion):
-            run_node(settings)
+        run_node(settings)
 
 
 @app.command("status")

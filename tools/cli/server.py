@@ -192,7 +192,8 @@ def run_server(
     from tepal.host.toml import parse_run_config
     from tepal.tools.deploy.provision import find_server
 
-    with reported(ServerError):
+    # The outer one reports another format.
+    with reported(), formatted(log_format), reported(ServerError):
         if credentials is None and not insecure:
             raise ServerError(
                 "no credentials are given, and without them any node could connect: name their folder with "
@@ -216,8 +217,7 @@ def run_server(
                 certificate=metrics_cert, key=metrics_key, open=metrics_open,
             ),
         )
-        with formatted(log_format), reported(ServerError):
-            _serve(settings, insecure)
+        _serve(settings, insecure)
 
 
 def _serve(settings: Settings, insecure: bool) -> None:

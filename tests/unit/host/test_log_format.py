@@ -87,6 +87,28 @@ def test_text_stays_as_it_is_and_another_format_is_refused(capfd):
         pass
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["node", "--site", "/nonexistent"], "/nonexistent"),
+        (["node"], "no key is given"),
+        (["node", "--insecure", "--memory-limit", "much"], "'much' is not a size"),
+        (["server", "--credentials", "/nonexistent"], "/nonexistent"),
+        (["server"], "no credentials are given"),
+        (["server", "--insecure", "--metrics", "x"], "expected HOST:PORT or PORT"),
+    ],
+)
+def test_why_a_command_does_not_start_is_json(arguments, words):
+    lines, errors, status = run(
+        "from tepal.tools.cli.main import main\n"
+        f"main({[*arguments, '--log-format', 'json']})\n"
+    )
+    assert (status, errors) == (1, "")
+    told = json.loads(lines[0])
+    assert told["level"] == "error" and words in told["message"]
+    assert all(json.loads(line)["level"] == "info" for line in lines[1:]), "further lines of one message"
+
+
 @pytest.mark.parametrize("command", [["server"], ["node"]])
 def test_both_commands_refuse_another_format(command):
     done = CliRunner().invoke(main, [*command, "--insecure", "--log-format", "xml"])
