@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from logging import getLogger
 from pathlib import Path
@@ -28,13 +27,7 @@ def deliver(records: Sequence[ArrayRecord], client: LocalClient, context: Contex
     if wanted is None:
         return
     path = Path(str(wanted)).expanduser()
-    metadata = {
-        "format": "pt",
-        "model": str(context.run_config.get("model")),
-        **written_sizes(client.sizes),
-        **client.described,
-        "config": json.dumps(dict(context.run_config)),
-    }
+    metadata = {"format": "pt", **written_sizes(client.sizes), **client.described}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         entries = {name: value.contiguous() for name, value in join_modes(records).to_torch_state_dict().items()}

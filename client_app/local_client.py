@@ -47,7 +47,7 @@ class LocalClient:
     origin: str = ""
     """The examples' source, in words."""
     described: Mapping[str, str] = field(default_factory=dict)
-    """Keys of the run config whose values the server's dataset determines, and the values that this client has."""
+    """Metadata of a file of the model: the run config that this client has, and its keys that say what to build."""
 
     @staticmethod
     def of(msg: Message, context: Context) -> LocalClient:
@@ -135,8 +135,9 @@ class LocalClient:
 
 
 def _described(settings: Mapping[str, Any]) -> dict[str, str]:
-    found = {key: str(settings.get(key, "")) for key in ("feature-columns", "normalise")}
+    found = {key: str(settings.get(key, "")) for key in ("model", "feature-columns", "normalise")}
     found["class-names"] = str(settings.get("class-names") or settings.get(FOUND_NAMES, ""))
+    found["config"] = json.dumps(settings, default=str)
     return {key: value for key, value in found.items() if value}
 
 

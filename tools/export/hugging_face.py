@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,13 +113,15 @@ def _of_transformers(model: nn.Module) -> Any | None:
 
 def _configure(delivered: Delivered, config: Any) -> None:
     """Set what is not part of training: the names of the classes, and the cache of a language model."""
-    names = delivered.predictor.config.names
     config.name_or_path = ""
     if delivered.predictor.config.kind == models.CHOICES:
         config.use_cache = True
-    elif len(names) == config.num_labels:
-        config.id2label = dict(enumerate(names))
-        config.label2id = {name: number for number, name in enumerate(names)}
+        return
+    names: Sequence[str] = delivered.predictor.config.names
+    if len(names) != config.num_labels:  # transformers' own: those of the initial weights are of other classes
+        names = [f"LABEL_{number}" for number in range(config.num_labels)]
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: number for number, name in enumerate(names)}
 
 
 # --- images --------------------------------------------------------------------------------------------------------

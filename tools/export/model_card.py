@@ -29,12 +29,13 @@ tokenizer = AutoTokenizer.from_pretrained("{folder}")
 model = {loads_with}.from_pretrained("{folder}").eval()
 batch = tokenizer(["a text"], truncation=True, padding=True, return_tensors="pt")
 print(model.config.id2label[int(model(**batch).logits.argmax())])"""
-_IMAGES = """from PIL import Image
+_IMAGES = """from PIL import Image, ImageOps
 from transformers import {loads_with}, AutoImageProcessor
 
 processor = AutoImageProcessor.from_pretrained("{folder}")
 model = {loads_with}.from_pretrained("{folder}").eval()
-batch = processor(Image.open("image.png").convert("RGB"), return_tensors="pt")
+image = ImageOps.exif_transpose(Image.open("image.png")).convert("RGB")
+batch = processor(image, return_tensors="pt")
 print(model.config.id2label[int(model(**batch).logits.argmax())])"""
 _ONLY_MODEL = """from transformers import {loads_with}
 
@@ -96,13 +97,14 @@ def _inputs(delivered: Delivered, has_processor: bool) -> str:
             scaled += f", then normalised with mean {_numbers(mean)} and standard deviation {_numbers(std)}"
         if has_processor:
             return (
-                f"The image processor makes the inputs of training: {scaled}. Convert images to RGB before, as above, "
-                "which drops transparency as in training; the processor may put a colour behind it."
+                f"The image processor makes the inputs of training: {scaled}. Before, as above, images must be turned "
+                "upright by EXIF, which the processor does not do, and converted to RGB, which drops transparency as "
+                "in training; the processor may put a colour behind it."
             )
         images = "grey" if channels == 1 else "colour" if channels == 3 else f"of {channels} channels"
         return (
             f"The folder has no image processor, because none of transformers makes the inputs of training: images "
-            f"that are {images}, of {scaled}."
+            f"that are {images}, turned upright by EXIF, of {scaled}."
         )
     length = f"{length_of(config)} tokens"
     if config.kind == models.CHOICES:

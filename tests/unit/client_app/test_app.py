@@ -1,5 +1,6 @@
 """What this project's ClientApp tells and leaves behind, beside training: introduction, probe, delivery."""
 
+import json
 import logging
 import sys
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from client_app.app import app
 from tepal.client_app import local_client as module
 from tepal.models import build
 from tepal.server_app.config import defaults
+from tepal.server_app.run import run
 from tepal.strategies import FedACS, FedAvg, FedEnsemble, RoundFailed, SelectiveLayers, join_modes
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.predict.predict import load_predictor
@@ -52,6 +54,22 @@ def test_the_final_model_is_put_where_the_client_wants_it_and_predicts(tmp_path)
     np.savez(tmp_path / "images.npz", images=np.zeros((3, 8, 8), np.float32))
     assert len(predictor.predict_files([tmp_path / "images.npz"])) == 3
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_after_a_resume_alone_the_final_model_is_described_by_the_runs_config(tmp_path):
+    """The config of the Flower run that resumes has the defaults: model and strategy come with the messages."""
+    path = tmp_path / "final.safetensors"
+    nodes = [Node(app, {"partition-id": 0, "num-partitions": 1, "model-path": str(path)})]
+    first = {**CONFIG, "runs": str(tmp_path / "runs"), "num-server-rounds": 1, "min-clients": 1}
+    first |= {"model": "cnn", "strategy": "fedprox", "fedprox.mu": 0.25, "normalise": "0.2/0.5"}
+    directory = run(InProcessGrid(nodes, first), first)
+    path.unlink()
+    again = {**defaults(), "resume": str(directory), "num-server-rounds": 2}
+    run(InProcessGrid(nodes, again), again)
+    predictor = load_predictor(path)
+    config = json.loads(predictor.metadata["config"])
+    assert predictor.metadata["model"] == config["model"] == "cnn" and predictor.config.normalise == "0.2/0.5"
+    assert (config["strategy"], config["fedprox.mu"]) == ("fedprox", 0.25)
 
 
 @pytest.mark.parametrize(("fraction", "asked"), [(0.0, 0), (1.0, 2)])

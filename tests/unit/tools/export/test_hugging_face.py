@@ -50,6 +50,17 @@ def test_a_text_classifier_is_loaded_with_its_tokenizer_and_class_names(tmp_path
     assert str(tmp_path) not in (done.path / "config.json").read_text()
 
 
+@pytest.mark.parametrize(("names", "expected"), [("", ["LABEL_0", "LABEL_1"]), ("ham,spam", ["ham", "spam"])])
+def test_the_classes_of_the_initial_weights_are_not_those_of_the_run(tmp_path, names, expected):
+    known = {"id2label": {0: "NEGATIVE", 1: "POSITIVE"}, "label2id": {"NEGATIVE": 0, "POSITIVE": 1}}
+    folder = model_folder(tmp_path, {**BERT, **known})
+    run, _ = delivered(tmp_path, folder, {"classes": 2}, classes=2, **{"class-names": names, "text-length": 8})
+    export_folder(load_delivered(run), tmp_path / "out")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.id2label == dict(enumerate(expected))
+    assert config.label2id == {name: number for number, name in enumerate(expected)}
+
+
 def test_the_command_writes_a_folder_next_to_the_model_and_says_what_loads_it(bert):
     run, _ = bert
     done = CliRunner().invoke(main, ["export", str(run), "--to", "hugging-face"])
@@ -113,7 +124,23 @@ def test_the_code_of_the_model_card_makes_the_inputs_of_training_from_a_transpar
     exec(card.split("```python\n")[1].split("```")[0], names)
     expected = (read_image(tmp_path / "image.png", (3, 8, 8)) / 255 - 0.5) / 0.5
     np.testing.assert_allclose(names["batch"]["pixel_values"][0], expected, atol=1e-5)
-    assert "Convert images to RGB before" in card
+    assert "converted to RGB, which drops transparency" in card
+
+
+def test_the_code_of_the_model_card_turns_images_upright_as_training_does(tmp_path, monkeypatch):
+    run, _ = delivered(tmp_path, model_folder(tmp_path, VIT), {"image_shape": (3, 8, 8), "classes": 3}, **COLOURS)
+    export_folder(load_delivered(run), tmp_path / "out")
+    photo, exif = Image.new("RGB", (8, 8)), Image.Exif()
+    photo.paste((240, 120, 0), (0, 0, 8, 4))  # the upper half
+    exif[274] = 6  # orientation: to be turned clockwise, so that this is the right half
+    photo.save(tmp_path / "image.png", "JPEG", exif=exif, quality=100)
+    monkeypatch.chdir(tmp_path)
+    card, names = (tmp_path / "out" / "README.md").read_text(), {}
+    exec(card.split("```python\n")[1].split("```")[0], names)
+    values = np.asarray(names["batch"]["pixel_values"][0])
+    np.testing.assert_allclose(values, read_image(tmp_path / "image.png", (3, 8, 8)) / 255, atol=1e-5)
+    assert values[0, :, 4:].min() > 0.8 > 0.2 > values[0, :, :4].max()
+    assert "turned upright by EXIF" in card
 
 
 def test_grey_images_have_no_processor_and_the_card_says_what_the_inputs_are(tmp_path):
