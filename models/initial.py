@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ _BLOCKS = "blocks."
 def sources_of(pretrained: str) -> tuple[str, ...]:
     """The sources of the key `pretrained`: one, one for each mode of an ensemble, or none."""
     whole = pretrained.strip()
-    if whole and Path(whole).expanduser().exists():  # a path may have a comma
+    if whole and os.path.exists(os.path.expanduser(whole)):  # a path may have a comma; a list may be too long for one
         return (whole,)
     return separated(whole)
 

@@ -177,8 +177,11 @@ def _torch(file: Path) -> dict[str, Tensor]:
             f"{file}: contains Python objects in addition to tensors, or is damaged. Objects are not read, because "
             f"reading them can run code; {save}"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise ModelError(f"{file}: not a readable file of torch.save ({error}): copy it again") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # of a damaged file: KeyError, IndexError, AssertionError and others
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{file}: not a readable file of torch.save ({reason}): copy it again") from error
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         content = few([str(key) for key in found]) if isinstance(found, Mapping) else type(found).__name__
         raise ModelError(f"{file}: contains {content}, expected a state_dict of names and tensors: {save}")

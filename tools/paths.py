@@ -7,6 +7,7 @@ has found here.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -52,13 +53,13 @@ def with_paths(config: Mapping[str, Value], other: Callable[[Path], str]) -> dic
     """
 
     def of(text: str) -> str:
-        return other(Path(text)) if text.startswith("/") and Path(text).exists() else text
+        return other(Path(text)) if text.startswith("/") and os.path.exists(text) else text
 
     found = dict(config)
     for key, value in config.items():
         if not isinstance(value, str):
             continue
-        if key == "pretrained" and not Path(value).exists():
+        if key == "pretrained" and not os.path.exists(value):
             found[key] = ",".join(of(source.strip()) for source in value.split(","))
         elif key in _NAMES or key == "pretrained" or (key.startswith(PREFIX) and key.endswith(_PATHS)):
             found[key] = of(value)
@@ -95,7 +96,7 @@ def _existing(text: str, folders: Iterable[Path]) -> str:
     if not text:
         return ""
     paths = (folder.absolute() / Path(text).expanduser() for folder in folders)
-    return next((str(path) for path in paths if path.exists()), "")
+    return next((str(path) for path in paths if os.path.exists(path)), "")  # a list may be too long for a path
 
 
 def given_run_config(arguments: Iterable[str]) -> dict[str, Value]:

@@ -43,6 +43,8 @@ def predict_command(
     with reported():
         if output is not None and not output.absolute().parent.is_dir():
             raise ValueError(f"--output {output}: the folder {output.absolute().parent} does not exist")
+        if output is not None and output.is_dir():
+            raise ValueError(f"--output {output}: is a folder: name a file")
         predictor = load_predictor(model)
         if predictor.caution:
             errors.print(f"[yellow]{escape(predictor.caution)}[/]", highlight=False, soft_wrap=True)

@@ -112,6 +112,8 @@ def test_the_clients_of_a_simulation_make_it_once_and_then_forget_it(tmp_path, m
 def test_sources_and_seeds():
     assert sources_of("") == sources_of("  ") == ()
     assert sources_of("a, b,c") == ("a", "b", "c")
+    modes = tuple(f"mode-{k:02}.safetensors" for k in range(15))  # together longer than a file's name can be
+    assert sources_of(",".join(modes)) == modes
     assert seed_of_mode(7, 0) == 7
     assert len({seed_of_mode(seed, mode) for seed in (0, 1) for mode in range(5)}) == 10
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import BART, CLIP_TEXT, LLAMA, SMALL_TEXT, T5, VIT
@@ -17,7 +18,7 @@ from torch import nn
 
 from tepal.models import ModelError, build
 from tepal.models.blocks import find_blocks
-from tepal.models.pretrained import Loaded, load_pretrained
+from tepal.models.pretrained import Loaded, load_pretrained, read_weights
 
 SHAPE = (1, 8, 8)
 
@@ -325,6 +326,25 @@ def test_files_that_hold_no_weights_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"empty: contains none of model\.safetensors, .*pytorch_model\.bin"):
         load(tiny(1), tmp_path / "empty")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_damaged_file_of_torch_is_refused_whatever_torch_raises(tmp_path):
+    file, rng = tmp_path / "a.pt", np.random.default_rng(0)
+    torch.save({"head.weight": torch.ones(2, 3)}, file, _use_new_zipfile_serialization=False)
+    whole = file.read_bytes()
+    contents = [b"", b"hello world\n", *(rng.bytes(size) for size in (1, 10, 100, 1000) for _ in range(20))]
+    for place in range(len(whole) - 24):  # other than the values, at the end
+        contents.append(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+    refused = 0
+    for content in contents:
+        file.write_bytes(content)
+        try:
+            read_weights(file)
+        except ModelError as error:
+            assert str(error).startswith(f"{file}: ")
+            refused += 1
+    assert refused > len(contents) / 2
 
 
 def test_an_index_whose_shards_are_not_there_is_refused(tmp_path):

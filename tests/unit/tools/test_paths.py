@@ -66,6 +66,15 @@ def test_what_exists_here_gets_an_absolute_path(here, key, value, expected):
     assert absolute_paths({key: value, "seed": 1}, Path()) == {key: expected, "seed": 1}
 
 
+def test_the_weights_of_many_modes_are_more_than_a_path_can_be(here):
+    modes = [f"mode-{k:02}.safetensors" for k in range(15)]
+    (here / modes[3]).write_text("")
+    expected = [str(here / name) if name == modes[3] else name for name in modes]
+    found = absolute_paths({"pretrained": ",".join(modes)}, Path())
+    assert found == {"pretrained": ",".join(expected)}
+    assert files_in(found) == [here / modes[3]]
+
+
 def test_the_users_folder_comes_before_the_one_of_the_file(here):
     (here / "settings" / "c.toml").write_text('dataset = "x.npz"\ndataset-path = "y.npz"\n')
     given = given_run_config(["settings/c.toml", "model='my-bert'"])

@@ -1,6 +1,7 @@
 """Folders for transformers: what `from_pretrained` loads from them, against the model of the run."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,7 +212,7 @@ def test_an_ensemble_is_refused(tmp_path):
         export_folder(load_delivered(run), tmp_path / "out")
 
 
-def test_a_folder_that_cannot_be_used_is_refused_and_stays_as_it_is(tmp_path, bert):
+def test_a_folder_that_cannot_be_used_is_refused_and_stays_as_it_is(tmp_path, bert, monkeypatch):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
     (tmp_path / "empty").mkdir()
@@ -219,6 +220,11 @@ def test_a_folder_that_cannot_be_used_is_refused_and_stays_as_it_is(tmp_path, be
         export_folder(load_delivered(bert[0]), tmp_path / "used")
     with pytest.raises(ExportError, match=r"away does not exist"):
         export_folder(load_delivered(bert[0]), tmp_path / "away" / "out")
+    with monkeypatch.context() as inside:
+        inside.chdir(tmp_path / "empty")
+        for same in (Path(), tmp_path / "empty"):
+            with pytest.raises(ExportError, match="is the current folder"):
+                export_folder(load_delivered(bert[0]), same)
     export_folder(load_delivered(bert[0]), tmp_path / "empty")
     assert [file.name for file in (tmp_path / "used").iterdir()] == ["notes.txt"]
     assert json.loads((tmp_path / "empty" / "config.json").read_text())["model_type"] == "bert"

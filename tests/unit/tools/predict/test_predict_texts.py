@@ -17,6 +17,7 @@ from tepal.server_app.config import defaults
 from tepal.server_app.run import run
 from tepal.strategies.in_process import InProcessGrid, Node
 from tepal.tools.cli.main import main
+from tepal.tools.predict import predict
 from tepal.tools.predict.predict import load_predictor
 from tepal.tools.predict.results import accuracy
 from tests.unit.training.data.word_tokenizer import WORDS, ids, written
@@ -230,3 +231,12 @@ def test_a_runs_model_knows_its_classes_by_the_names_in_its_data(tmp_path, monke
         said = list(csv.DictReader(content))
     assert [line["class_name"] for line in said] == [row["kind"] for row in rows]
     assert [line["label"] for line in said] == ["1", "0"] * 20 == [line["true_label"] for line in said]
+
+
+def test_a_folder_is_no_place_for_predictions_and_is_refused_before_there_are_any(tmp_path, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(predict, "load_predictor", loaded.append)
+    for output, said in ((tmp_path, "is a folder: name a file"), (tmp_path / "no" / "a.csv", "does not exist")):
+        done = CliRunner().invoke(main, ["predict", "runs", "a.txt", "--output", str(output)])
+        assert done.exit_code == 1 and f"--output {output}: " in done.stderr and said in done.stderr
+    assert not loaded
