@@ -54,6 +54,11 @@ def from_transformers(
     settings = {key: deepcopy(value) for key, value in model.config.items() if key not in _FILE_KEYS}
     try:
         config = type(library.AutoConfig.for_model(settings["model_type"])).from_dict(settings)
+        if model.kind == TEXTS and getattr(config, "pad_token_id", None) is None:
+            raise ModelError(
+                f"{name}: its {CONFIG} has no pad_token_id, without which padding is not masked: set it to the number "
+                "of the tokenizer's padding token"
+            )
         if image_shape is not None:
             _set_image(name, getattr(config, "vision_config", config), image_shape)
         if classes is not None:

@@ -14,8 +14,9 @@ from tepal.models.blocks.modules import below, integer, join
 
 # A component of a name that denotes query or key. Norms (`q_norm`, `k_norm`) are not projections.
 _QUERY_OR_KEY = re.compile(
-    r"(to_)?(w_?)?(pos_)?(q|k|qk|kv|qkv|query|key|query_key|key_value|query_key_value|in_proj|c_attn|q_attn)s?"
-    r"(_?(proj|projection|lin|linear|layer|weight|bias|with_mqa|w|a|b))*",
+    r"(to_)?(w_?)?((pos|layout|[ew]2[ew])_)?"
+    r"(q|k|qk|kv|qkv|query|key|query_key|key_value|query_key_value|in_proj|c_attn|q_attn)s?"
+    r"(_?(proj|projection|lin|linear|layer|weight|bias|with_mqa|global|w|a|b))*",
     re.IGNORECASE,
 )
 

@@ -38,7 +38,11 @@ RULES = (
         _MHA_OPTIONAL,
     ),
     Rule("ViT, CLIP, BART, LLaMA, Qwen, Mistral", {"q_proj": "q", "k_proj": "k", "v_proj": "v"}),
-    Rule("BERT, RoBERTa, ELECTRA, Tepal's own", {"query": "q", "key": "k", "value": "v"}),
+    Rule(
+        "BERT, RoBERTa, ELECTRA, Longformer, Tepal's own",
+        {"query": "q", "key": "k", "value": "v"},
+        {"query_global": "q", "key_global": "k"},
+    ),
     Rule("DistilBERT", {"q_lin": "q", "k_lin": "k", "v_lin": "v"}),
     Rule("T5", {"q": "q", "k": "k", "v": "v"}),
     Rule(

@@ -231,11 +231,26 @@ class Unknown(nn.Module):
 
 @pytest.mark.parametrize(
     "name",
-    ["to_q", "Wq", "W_K", "query_proj", "query_key_value", "qk", "c_attn", "to_kv", "q_a_proj", "key_layer", "qkvs"],
-)
+    ["to_q", "Wq", "W_K", "query_proj", "query_key_value", "qk", "c_attn", "to_kv", "q_a_proj", "key_layer", "qkvs",
+     "key_global", "layout_query", "w2e_query"],
+)  # fmt: skip
 def test_what_looks_like_query_or_key_but_fits_no_family_is_refused(name):
     with pytest.raises(BlocksError, match=rf"attn.{name}.weight.* fit no known family; declare it .*query_key="):
         find_blocks(nn.ModuleDict({"attn": Unknown(name), "head": nn.Linear(4, 2)}))
+
+
+def test_longformers_global_projections_are_query_and_key_and_lilts_of_the_layout_are_refused():
+    text = {**SMALL_TEXT, "num_hidden_layers": 2}
+    model = hf("LongformerForSequenceClassification", "LongformerConfig", attention_window=4, **text)()
+    blocks = find_blocks(model)
+    projections = {f"{role}{of}.{part}" for role in ("query", "key") for of in ("", "_global")
+                   for part in ("weight", "bias")}  # fmt: skip
+    attention = "longformer.encoder.layer.{}.attention.self.{}"
+    assert set(blocks.query_key) == {attention.format(layer, name) for layer in (0, 1) for name in projections}
+    assert {attention.format(layer, "value_global.weight") for layer in (0, 1)} <= set(blocks.value)
+    lilt = hf("LiltForSequenceClassification", "LiltConfig", **{**text, "hidden_size": 24}, channel_shrink_ratio=2)()
+    with pytest.raises(BlocksError, match=r"self\.layout_query\.weight.* look like query or key projections"):
+        find_blocks(lilt)
 
 
 def test_attention_by_class_name_only_is_refused_beside_attention_that_is_known():

@@ -144,6 +144,20 @@ def test_padding_changes_nothing_about_a_text(family, tmp_path):
     assert (seen - model(text)).abs().max() > 0.01
 
 
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("gpt2", "GPT2ForSequenceClassification"), ("llama", "LlamaForSequenceClassification")]
+)
+def test_a_text_classifier_that_does_not_name_its_padding_is_refused(family, architecture, tmp_path):
+    pytest.importorskip("transformers")
+    config = {**DIRECTORIES[family][1], "architectures": [architecture]}
+    name = directory(tmp_path, family, **{**config, "pad_token_id": None})
+    with pytest.raises(ModelError, match=r"config\.json has no pad_token_id, .* of the tokenizer's padding token"):
+        build(name, classes=3, seed=0)
+    model = build(directory(tmp_path, family, **{**config, "pad_token_id": 0}), classes=3, seed=0).eval()
+    text, padded = torch.tensor([[3, 4, 5]]), torch.tensor([[3, 4, 5, 0, 0]])
+    torch.testing.assert_close(model(padded), model(text))
+
+
 def test_images_that_a_model_cannot_take_are_refused():
     for name, shape, said in [
         ("vit-b-32", (3, 40, 40), "patches of 32 x 32 pixels, and these have 40 x 40: choose an image-shape.* 3x32x32"),
