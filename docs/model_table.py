@@ -38,8 +38,8 @@ a download. It also takes
 The key `pretrained` names the initial weights: [weights that come with Tepal](#weights-that-come-with-tepal), such a
 directory, a .safetensors, .pt or .pth file, or a repository on the hub. `tepal simulate`, `compare` and `loopback`
 download it before the run; a deployment's server does so with `HF_HUB_OFFLINE=0`. The server sends the weights to the
-clients. If the head of the weights is for other classes than the run's, the model's head keeps random weights, which is
-logged; any other mismatch is an error before the run starts.
+clients. A head or a pooler that the file of the weights lacks, and a head for other classes than the run's, keep random
+weights in the model, which is logged; any other mismatch is an error before the run starts.
 
 Models of torchvision (mobilenet, resnet except resnet-20, shufflenet, vit) need the extra `vision`. Models named as on
 the Hugging Face hub, folders with a config.json and `compact-bert-news` need the extra `text`.

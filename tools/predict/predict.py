@@ -71,9 +71,9 @@ class Predictor:
 
         Args:
             files: for a model of images, image files, folders (all images below them, sorted by path), and .npz files
-                (their test set, or all images if they have none; labels are optional). Image files are converted to
-                the model's channels and size; arrays must have its shape. Texts: see `text_batches`. Numbers: .npz
-                files and tables.
+                (their test set, or all images if they have none; labels are optional). Image files and arrays are
+                converted to the model's channels and size. Texts: see `text_batches`. Numbers: .npz files and
+                tables.
             on_progress: called with the number of examples that are done.
 
         Raises:

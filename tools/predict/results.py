@@ -69,11 +69,12 @@ def write_csv(rows: Sequence[Prediction] | Sequence[NumberPrediction], file: Pat
 
 
 def _values(row: Prediction | NumberPrediction) -> list[Any]:
+    file = f"./{row.file}" if str(row.file).startswith(FORMULA) else row.file  # to be opened by this name, too
     if isinstance(row, Prediction):
         name = row.class_name  # one character, as of a model of characters, is no formula
-        safe = f"'{name}" if len(name) > 1 and name.startswith(FORMULA) else name
-        return [safe if column == "class_name" else getattr(row, column) for column in _COLUMNS]
-    return [row.file, row.index, *row.outputs, *row.deviations, *(row.targets or ("",) * len(row.outputs))]
+        safe = {"file": file, "class_name": f"'{name}" if len(name) > 1 and name.startswith(FORMULA) else name}
+        return [safe.get(column, getattr(row, column)) for column in _COLUMNS]
+    return [file, row.index, *row.outputs, *row.deviations, *(row.targets or ("",) * len(row.outputs))]
 
 
 def results_table(rows: Sequence[Prediction] | Sequence[NumberPrediction]) -> Group:

@@ -78,14 +78,15 @@ def write_tokenizer(folder: Path, texts: Sequence[str], vocabulary: int) -> None
 
     Of word pieces that are equally frequent the library chooses at random, so that each call's result is another one.
     """
-    import tokenizers
+    library = import_transformers(folder.name)
+    import tokenizers  # comes with transformers
 
     trained = tokenizers.BertWordPieceTokenizer(lowercase=True)
     trained.train_from_iterator(texts, vocab_size=vocabulary, show_progress=False)
     first, last = ((token, trained.token_to_id(token)) for token in (SPECIAL["cls"], SPECIAL["sep"]))
     trained.post_processor = tokenizers.processors.BertProcessing(last, first)
     names = {f"{role}_token": token for role, token in SPECIAL.items()}
-    made = import_transformers(folder.name).PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, **names)
+    made = library.PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, **names)
     made.save_pretrained(folder)
 
 

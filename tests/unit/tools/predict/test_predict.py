@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tepal import models
 from tepal.records.run_directory import RunDirectory
 from tepal.tools.predict import predict as module
-from tepal.tools.predict.numbers import error_of
+from tepal.tools.predict.numbers import NumberPrediction, error_of
 from tepal.tools.predict.predict import load_predictor
 from tepal.tools.predict.results import Prediction, accuracy, results_table, write_csv
 
@@ -417,6 +417,17 @@ def test_names_of_classes_and_files_are_neither_formulas_nor_commands_to_a_termi
     assert [line["file"] for line in read] == [str(row.file) for row in rows], "to be opened by their names"
     text = shown(rows)
     assert "\x1b" not in text and r"a\x1b[2Jb" in text and r"a\x1b]0;b.png" in text
+
+
+def test_names_of_files_are_no_formulas_and_still_open_them(tmp_path):
+    names = ["=cmd|'x'!A0.npz", "-1.npz", "@a/b.npz", "a=b.npz", str(tmp_path / "=a.npz")]
+    expected = ["./=cmd|'x'!A0.npz", "./-1.npz", "./@a/b.npz", *names[3:]]
+    of_classes = [Prediction(Path(name), 0, 3, 0.1, 2.0, 0.0) for name in names]
+    of_numbers = [NumberPrediction(Path(name), 0, (1.0,), (0.0,), None) for name in names]
+    for rows in (of_classes, of_numbers):
+        write_csv(rows, tmp_path / "out.csv")
+        with (tmp_path / "out.csv").open(newline="") as file:
+            assert [line["file"] for line in csv.DictReader(file)] == expected
 
 
 def test_the_csv_takes_names_that_are_not_text(tmp_path):

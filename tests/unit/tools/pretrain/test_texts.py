@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 import tomllib
 from dataclasses import replace
 
@@ -93,6 +94,13 @@ def test_the_tokenizer_frames_texts_and_its_special_tokens_come_first(tmp_path):
     assert tokenizer.convert_ids_to_tokens(row) == ["[CLS]", "the", "car", "[SEP]", "[PAD]", "[PAD]"]
     tokens = texts.Tokens.of(tokenizer, ["the car", "", "goal"])
     assert len(tokens) == 2 and [len(tokens.text(k)) for k in range(2)] == [2, 1]
+
+
+def test_a_tokenizer_without_its_library_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    for library in ("transformers", "tokenizers"):
+        monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(models.ModelError, match=r"needs transformers.*tepal\[text\]"):
+        texts.write_tokenizer(tmp_path, WORDS, 100)
 
 
 def test_word_vectors_factorise_the_positive_mutual_information_of_words_in_a_text():
