@@ -28,6 +28,13 @@ class DataError(ValueError):
     """Raised for data that cannot be found, read or used; the message names client, file or key, and what to do."""
 
 
+def _without_gaps(text: str) -> str:
+    """Return names between commas as they are. Raises ValueError if one is empty."""
+    if "" in separated(text):
+        raise ValueError("a name between commas is empty: remove the comma")
+    return text
+
+
 class DataConfig(BaseModel):
     """The run config's keys about data. In the run config they are written with hyphens (`dirichlet-alpha`)."""
 
@@ -172,12 +179,17 @@ class DataConfig(BaseModel):
     @classmethod
     def _are_names(cls, text: str, info: ValidationInfo) -> str:
         text = unicodedata.normalize("NFC", text)  # as `name_of` the names in files
-        names = separated(text)
+        names = separated(_without_gaps(text))
         if len(set(names)) < len(names):
             raise ValueError("a name occurs twice: leave one out")
         if names and info.data.get("classes") not in (0, None, len(names)):
             raise ValueError(f"{len(names)} names, but classes={info.data['classes']}: give as many names as classes")
         return text
+
+    @field_validator("feature_columns", "group_column", "label_column", "choices_column")
+    @classmethod
+    def _are_columns(cls, text: str) -> str:
+        return _without_gaps(text)
 
     @classmethod
     def from_run_config(cls, run_config: Mapping[str, Any]) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from logging import getLogger
 from pathlib import Path
@@ -100,8 +101,8 @@ def load_client(
         node_config: the node's config. `data-path` (a file or folder in any of the formats) takes precedence; otherwise
             `partition-id` and `num-partitions` (set by Flower's simulation) select a part of the run's named dataset.
         client: the client's name. The train/test split derives from it and from `seed`, so it must be the same in every
-            run: a registered name, or in a simulation one derived from the partition id. (Flower's node ids change at a
-            restart: training examples would become test examples.)
+            run: a registered name, or in a simulation one derived from the partition id. Flower's node ids change at a
+            restart, and training examples would become test examples: the split of files at `data-path` omits them.
         kind: `ImageArrays`, `Texts`, `Numbers` or `LabelledNumbers`: what the model needs.
         stamped: `dataset_stamp` of the run's dataset as it must be; "": as it is now. Files at `data-path` are read as
             they are.
@@ -313,7 +314,7 @@ def _client_source(
             indices = np.arange(len(own.train))
             if own.test is not None:
                 return own, indices, None, own.origin
-            train, test = _split(indices, config, client, own.origin)
+            train, test = _split(indices, config, _lasting(client), own.origin)
             _remark_another_split((str(path), client, config), len(indices), own.origin)
             return own, train, test, own.origin
         except DataError as error:
@@ -322,6 +323,12 @@ def _client_source(
     named = named_source(config, kind, stamped)
     origin = f"{named.origin}, partition {partition} of {partitions}"
     return named, *_split(divide(named, config, partitions)[partition], config, client, origin), origin
+
+
+def _lasting(client: str) -> str:
+    """Return a client's name without node ids: `site@7` has lost the key of `site`, and `node-7` has no name."""
+    name = re.sub(r"(@[0-9]+)+\Z", "", client)
+    return "node" if re.fullmatch(r"node-[0-9]+", name) else name
 
 
 def _remark_another_split(key: tuple[str, str, DataConfig], count: int, origin: str) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from flwr.app import Context, Message, RecordDict
 from PIL import Image
 from torch import nn
 
@@ -87,6 +88,26 @@ def test_names_that_are_none_of_the_runs_are_refused_with_the_site_and_its_file(
     config = InputConfig.from_run_config({"dataset": "local", "text-column": "text", "class-names": "cat,dog"})
     with pytest.raises(DataError, match=f"^client ward: {tmp_path}/t.jsonl: names in column label cow are not in"):
         local_client.client_inputs(config, {"data-path": str(tmp_path / "t.jsonl")}, client="ward")
+
+
+@pytest.mark.parametrize("named", ["", "site-1", "site-1@7", "site-1@7@19"])
+def test_a_sites_tests_are_the_same_whatever_its_node_id(tmp_path, monkeypatch, named):
+    """`named`: the name that the server has given; without one, nodes 5 and 6 have their ids alone."""
+    images = np.broadcast_to(np.arange(40, dtype=np.uint8)[:, None, None], (40, 8, 8))
+    np.savez(tmp_path / "a.npz", x=images, y=[0, 1] * 20)
+    settings = {"dataset": "local", "image-shape": "1x8x8", "classes": 2, "model": "cnn", "test-fraction": 0.5}
+
+    def tests(node_id, client):
+        given = SimpleNamespace(plan=SimpleNamespace(client=client), manifest=SimpleNamespace(experiment="e"))
+        monkeypatch.setattr(local_client, "received", lambda msg: given)
+        context = Context(1, node_id, {"data-path": str(tmp_path / "a.npz")}, RecordDict(), {**defaults(), **settings})
+        found = local_client.LocalClient.of(Message(RecordDict(), node_id, "train"), context)
+        assert found.name == (client or f"node-{node_id}")
+        return found.test[0][:, 0, 0, 0].tolist()
+
+    before = tests(5, named.partition("@")[0])
+    assert tests(6, named) == before and len(set(before)) == 20
+    assert tests(6, "site-2") != before
 
 
 # Files that change

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from io import BytesIO
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 
+_DEEP = re.compile(r";16[BLN]")  # in Pillow's names of 16 bits per channel, which it cuts to 8; not in BMP's "BGR;16"
 _NAMED = 5  # most unreadable images in a message
 _GREY = (0.299, 0.587, 0.114)  # of red, green and blue (ITU-R BT.601), as in Pillow
 
@@ -44,7 +46,7 @@ def read_image(file: Path | BytesIO, shape: Shape | None, name: str = "") -> NDA
         raise DataError(f"{name}: reading images needs Pillow ({error}): pip install pillow") from error
     try:
         with Image.open(file) as image:
-            if image.mode.startswith(("I", "F")):
+            if image.mode.startswith(("I", "F")) or any(_DEEP.search(str(tile[3])) for tile in image.tile):
                 raise DataError(
                     f"{name}: more than 8 bits per channel (mode {image.mode}), which would be truncated: convert the "
                     "images to 8 bits, or save them as floats 0..1 in a .npz file"

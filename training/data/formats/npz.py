@@ -21,6 +21,7 @@ from tepal.training.data.checks import checked_source
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import ImageArrays, LabelledNumbers, Numbers, Source
 from tepal.training.data.formats.numbers import checked_labelled, checked_numbers
+from tepal.training.data.labels import labels_of
 from tepal.training.data.stored import stored_array
 
 NPZ_PAIRS = (
@@ -65,7 +66,13 @@ def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbe
     if reading.labelled:
         labelled = {part: (inputs, labels_in(own, path), groups) for part, (inputs, own, groups) in arrays.items()}
         return checked_labelled(labelled, str(path), reading)
-    return (checked_numbers if reading.numbers else checked_source)(arrays, str(path), reading)
+    if reading.numbers:
+        return checked_numbers(arrays, str(path), reading)
+    for part, (images, own, groups) in arrays.items():
+        if reading.class_names and own.dtype.kind in "iu":  # one of the names may be a number
+            labels, _ = labels_of(labels_in(own, path), reading, f"{path}: {part}")
+            arrays[part] = images, labels, groups
+    return checked_source(arrays, str(path), reading)
 
 
 def labels_in(array: NDArray[Any], path: Path) -> list[Any]:

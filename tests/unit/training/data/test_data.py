@@ -109,6 +109,11 @@ def test_run_config_keys_are_read_by_their_hyphenated_names_and_others_left_alon
         ("image-shape", "0x8x8", 'write "CxHxW"'),
         ("classes", -1, "greater than or equal to 0"),
         ("seed", "abc", "valid integer"),
+        ("feature-columns", "age,", "a name between commas is empty: remove the comma"),
+        ("group-column", "play,,role", "a name between commas is empty"),
+        ("label-column", ", a", "a name between commas is empty"),
+        ("choices-column", "a,b,", "a name between commas is empty"),
+        ("class-names", "cat,dog,", "a name between commas is empty"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_key_value_and_what_is_allowed(

@@ -12,6 +12,7 @@ import struct
 import tracemalloc
 import unicodedata
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -544,6 +545,39 @@ def test_damaged_tags_are_no_reason_to_leave_an_image_out_and_damaged_pixels_are
     assert np.array_equal(found.transpose(1, 2, 0), np.rot90(seen, -1))
     with pytest.raises(DataError, match=r"^a\.jpg: not a readable image \(.*truncated.*\): remove or replace it$"):
         data.read_image(io.BytesIO(photo(array, 6)[:-100]), None, "a.jpg")
+
+
+def deep_png(colour: int, channels: int, bits: int = 16) -> bytes:
+    """A PNG of 2 x 2 zeros, by its specification: signature, header, pixels (0 before each line: no filter), end."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    pixels = (b"\0" + bytes(2 * channels * bits // 8)) * 2
+    header = struct.pack(">IIBBBBB", 2, 2, bits, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(("colour", "channels"), [(0, 1), (2, 3), (4, 2), (6, 4)], ids=["L", "RGB", "LA", "RGBA"])
+def test_16_bits_per_channel_are_refused_and_8_read(colour: int, channels: int) -> None:
+    assert not data.read_image(io.BytesIO(deep_png(colour, channels, 8)), None).any()
+    with pytest.raises(DataError, match=r"^a\.png: more than 8 bits per channel"):
+        data.read_image(io.BytesIO(deep_png(colour, channels)), None, "a.png")
+
+
+def test_a_tiff_of_16_bits_per_channel_is_refused() -> None:
+    tags = [(256, 3, 1, 1), (257, 3, 1, 1), (258, 3, 3, 122), (259, 3, 1, 1), (262, 3, 1, 2), (273, 4, 1, 128)]
+    tags += [(277, 3, 1, 3), (278, 3, 1, 1), (279, 4, 1, 6)]  # width, height, bits, …: one pixel of red, green, blue
+    entries = b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    content = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", 0)
+    content += struct.pack("<3H", 16, 16, 16)  # at 122
+    with pytest.raises(DataError, match="more than 8 bits per channel"):
+        data.read_image(io.BytesIO(content + struct.pack("<3H", 500, 600, 700)), None)
+
+
+@pytest.mark.parametrize("form", ["png", "tiff", "jpeg", "bmp", "webp", "gif"])
+def test_8_bits_per_channel_are_read(form: str) -> None:
+    assert data.read_image(io.BytesIO(photo(np.full((4, 6, 3), 255, np.uint8), 0, form)), None).min() == 255
 
 
 # Memory

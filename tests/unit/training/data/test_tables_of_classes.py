@@ -251,6 +251,25 @@ def test_with_a_number_among_class_names_another_number_is_no_position(tmp_path:
         sources.named_source(config.model_copy(update={"class_names": "1,2,4"}), LabelledNumbers)
 
 
+def test_numbers_among_class_names_are_names_in_a_table_and_in_arrays_of_numbers_and_images(tmp_path: Path) -> None:
+    grades = [4, 1, 3, 2, 4, 1]
+    names = {"class-names": "1,2,3,4,5"}
+    table = write(tmp_path / "t.csv", ["a", "grade"], [[n / 2, grade] for n, grade in enumerate(grades)])
+    np.savez(tmp_path / "n.npz", x=np.arange(6.0)[:, None], y=grades)
+    np.savez(tmp_path / "i.npz", x_train=np.zeros((6, 4, 4)), y_train=grades, x_test=np.zeros((1, 4, 4)), y_test=[[5]])
+    columns = {"feature-columns": "a", "label-column": "grade"}
+    found = [
+        sources.named_source(config_of(table, **columns, **names), LabelledNumbers),
+        sources.named_source(config_of(tmp_path / "n.npz", **names), LabelledNumbers),
+        sources.named_source(DataConfig.model_validate({"dataset": str(tmp_path / "i.npz"), **names})),
+    ]
+    assert [one.train.labels.tolist() for one in found] == [[grade - 1 for grade in grades]] * 3  # type: ignore[union-attr]
+    assert found[2].test is not None and found[2].test.labels.tolist() == [4]  # type: ignore[union-attr]
+    np.savez(tmp_path / "i.npz", x=np.zeros((6, 4, 4)), y=[0, *grades[1:]])
+    with pytest.raises(DataError, match=r"i\.npz: x and y: names in column label 0 are not in the run's class-names"):
+        sources.named_source(DataConfig.model_validate({"dataset": str(tmp_path / "i.npz"), **names}))
+
+
 @pytest.mark.parametrize("classes", [np.arange(40) % 2, np.array(["a", "b"])[np.arange(40) % 2], np.arange(40.0) % 2])
 def test_arrays_have_classes_too(tmp_path: Path, classes: np.ndarray) -> None:
     inputs = np.random.default_rng(0).normal(size=(40, 3))
