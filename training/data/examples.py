@@ -163,7 +163,7 @@ Kind = TypeVar("Kind", ImageArrays, Texts, Numbers, LabelledNumbers)
 
 @dataclass(frozen=True, eq=False)
 class ClientData(Generic[Kind]):
-    """One client's examples. `name` is the client's; `origin` describes the source of the examples."""
+    """One client's examples. `name` is the client's; `origin` and `next_characters` are as of `Source`."""
 
     train: Kind
     test: Kind
@@ -171,6 +171,7 @@ class ClientData(Generic[Kind]):
     class_names: tuple[str, ...]
     name: str
     origin: str
+    next_characters: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +181,7 @@ class Source(Generic[Kind]):
     classes: number of classes; 0 for running text and numbers.
     origin: description of the source, for messages.
     columns: names of the columns of numbers; empty for arrays, images and texts.
+    next_characters: whether labels of texts may be the characters that follow.
     """
 
     train: Kind
@@ -188,6 +190,7 @@ class Source(Generic[Kind]):
     origin: str
     class_names: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    next_characters: bool = False
 
 
 AnySource = Source[ImageArrays] | Source[Texts] | Source[Numbers] | Source[LabelledNumbers]

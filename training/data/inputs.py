@@ -23,6 +23,7 @@ from pydantic import Field
 from tepal import models
 from tepal.models import CHARACTERS, CHOICES, IMAGES, SEQUENCES, TABLES, TEXTS
 from tepal.training.data import (
+    LOCAL,
     CharVocabulary,
     DataConfig,
     DataError,
@@ -42,6 +43,7 @@ from tepal.training.data import (
     text_info,
     unlabelled,
 )
+from tepal.training.data.sources import named_source
 from tepal.training.data.tokens import TokenizerError, Tokens, load_tokenizer
 
 log = getLogger("flwr")
@@ -126,6 +128,9 @@ def sizes(config: InputConfig) -> dict[str, Any]:
     if config.kind == IMAGES:
         info = dataset_info(config)
         return {"image_shape": info.shape, "classes": info.classes}
+    if config.kind == CHARACTERS and config.dataset != LOCAL:
+        source = named_source(config, Texts)
+        _check_characters(source.train, source.next_characters, source.origin, config)
     return _sizes_of_texts(text_info(config).classes, config)
 
 
@@ -202,6 +207,7 @@ def client_inputs(
 ) -> ClientInputs:
     """Return one client's inputs; see `data.load_client`. Raises DataError, TokenizerError."""
     found = load_client(config, node_config, client=client, kind=examples_of(config), stamped=stamped)
+    _check_characters(found.train, found.next_characters, f"client {client}: {found.origin}", config)
     train, test = _inputs(found.train, config), _inputs(found.test, config)
     if isinstance(found.train, Numbers):
         known = vars(found.train.info)
@@ -212,6 +218,15 @@ def client_inputs(
     else:
         known = _sizes_of_texts(found.classes, config)
     return ClientInputs(train, test, known, found.origin)
+
+
+def _check_characters(examples: object, next_characters: bool, origin: str, config: InputConfig) -> None:
+    """Raise DataError for texts with classes, which a model of the next character would take for characters."""
+    labelled = isinstance(examples, Texts) and examples.labels is not None
+    if config.kind == CHARACTERS and labelled and not next_characters:
+        raise DataError(
+            f'{origin}: has labels, but model="{config.model}" predicts the next character: set label-column=""'
+        )
 
 
 def examples_of(config: InputConfig) -> type[Any]:

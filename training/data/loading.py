@@ -114,7 +114,9 @@ def load_client(
     source = _of_kind(found, kind)
     tests = source.train.take(test) if test is not None else _held_out(source, config)
     assert tests is not None, "the source has a test set if there are no indices for tests"
-    return ClientData(source.train.take(train), tests, source.classes, source.class_names, client, origin)
+    return ClientData(
+        source.train.take(train), tests, source.classes, source.class_names, client, origin, source.next_characters
+    )
 
 
 def load_client_texts(config: DataConfig, node_config: Mapping[str, Any], *, client: str) -> ClientData[Texts]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def read_leaf(path: Path, reading: Reading) -> AnySource:
         raise DataError(f"{path}: has {'both images and texts' if texts else 'no examples'}: {_LAYOUT}")
     if texts:
         classes = len(CharVocabulary()) if characters else 0
-        return checked_texts({part: _joined(some) for part, some in texts.items()}, str(path), reading, classes=classes)
+        joined = {part: _joined(some) for part, some in texts.items()}
+        return replace(checked_texts(joined, str(path), reading, classes=classes), next_characters=True)
     return checked_source(
         {part: _stacked(some, path) for part, some in images.items()}, str(path), reading, classes=FEMNIST_CLASSES
     )

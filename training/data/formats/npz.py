@@ -1,9 +1,9 @@
 """Images and labels, or numbers and their classes or targets, in a .npz file.
 
-The file has one pair of arrays of `NPZ_PAIRS` (the first pair found is used); with "train" in their names, it may have
-a test set under the same names with "test". Images are N x H x W, N x C x H x W or N x H x W x C, either integers
-0..255 (scaled to 0..1) or floats 0..1; labels are N integers from 0 on. Large uncompressed images of one byte for each
-value stay on disk, and are read as they are needed.
+The file has one pair of arrays of `NPZ_PAIRS` (the first pair found is used). It may have a test set: under the same
+names with "test" for "train", or as `images_test` or `test_images` of `images`. Images are N x H x W, N x C x H x W or
+N x H x W x C, either integers 0..255 (scaled to 0..1) or floats 0..1; labels are N integers from 0 on. Large
+uncompressed images of one byte for each value stay on disk, and are read as they are needed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,13 +49,15 @@ def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbe
                 f"these pairs: {'; '.join(' and '.join(pair) for pair in NPZ_PAIRS)}"
             )
         pairs = [train]
-        test = (train[0].replace("train", "test"), train[1].replace("train", "test"))
-        found = set(test) & set(archive.files)
-        if test != train and found:
+        for test in _tests_of(train, archive.files):
+            found = set(test) & set(archive.files)
+            if not found:
+                continue
             if len(found) == 1:
                 missing = (set(test) - found).pop()
                 raise DataError(f"{path}: has {found.pop()} but no {missing}: add or remove one")
             pairs.append(test)
+            break
         arrays = {
             " and ".join(pair): (
                 npz_array(archive, pair[0], path) if reading.numbers else _images(archive, pair[0], path),
@@ -73,6 +76,16 @@ def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbe
             labels, _ = labels_of(labels_in(own, path), reading, f"{path}: {part}")
             arrays[part] = images, labels, groups
     return checked_source(arrays, str(path), reading)
+
+
+def _tests_of(train: tuple[str, str], files: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the possible names of the test set of a pair; none if it is of all examples, beside a training set."""
+    inputs, labels = train
+    if "train" in inputs:
+        return [(inputs.replace("train", "test"), labels.replace("train", "test"))]
+    if {f"{inputs}_train", f"train_{inputs}"} & set(files):
+        return []
+    return [(f"{inputs}_test", f"{labels}_test"), (f"test_{inputs}", f"test_{labels}")]
 
 
 def labels_in(array: NDArray[Any], path: Path) -> list[Any]:
@@ -99,12 +112,8 @@ def npz_examples(path: Path, what: str) -> tuple[NDArray[Any], NDArray[Any] | No
     Raises:
         DataError: the file cannot be read, or has no inputs.
     """
-    pairs = [
-        (inputs.replace("train", part), labels.replace("train", part))
-        for inputs, labels in NPZ_PAIRS
-        for part in ("test", "train")
-    ]
     with open_npz(path) as archive:
+        pairs = [pair for train in NPZ_PAIRS for pair in (*_tests_of(train, archive.files), train)]
         pair = next((pair for pair in pairs if pair[0] in archive.files), None)
         if pair is None:
             raise DataError(

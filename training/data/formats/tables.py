@@ -252,6 +252,12 @@ def _csv(file: Path, columns: Sequence[str]) -> dict[str, Column]:
         try:
             check_columns(file, columns, rows.fieldnames or ())
             for row in rows:
+                if kind == ".tsv" and any(map(_has_rows, row.values())):
+                    raise DataError(
+                        f"{file}: the row that ends in line {rows.line_num} has a cell with tabs and line ends, "
+                        "probably because a quotation mark is not closed: double quotation marks inside quoted cells, "
+                        "or remove them"
+                    )
                 if any(map(str.strip, row.get(None, ()))):  # type: ignore[call-overload]
                     raise DataError(
                         f"{file}: line {rows.line_num} has more values than the header: quote cells that have "
@@ -266,6 +272,11 @@ def _csv(file: Path, columns: Sequence[str]) -> dict[str, Column]:
         except csv.Error as error:
             raise DataError(f"{file}: line {rows.line_num} is not {kind[1:].upper()} ({error}): repair it") from error
     return read
+
+
+def _has_rows(cell: object) -> bool:
+    """Return whether a cell of a .tsv has what separates cells and rows."""
+    return isinstance(cell, str) and "\t" in cell and ("\n" in cell or "\r" in cell)
 
 
 def _json(file: Path, columns: Sequence[str]) -> dict[str, Column]:

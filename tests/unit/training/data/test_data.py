@@ -564,6 +564,36 @@ def test_npz_array_names(npz: WriteNpz, pair: tuple[str, str]) -> None:
     assert (len(client.test), client.classes, client.train.shape) == (2, 3, (1, 2, 2))
 
 
+@pytest.mark.parametrize(
+    ("test", "pair"),
+    [
+        (("images_test", "labels_test"), ("images", "labels")),
+        (("test_images", "test_labels"), ("images", "labels")),
+        (("x_test", "y_test"), ("x", "y")),
+        (("test_x", "test_y"), ("x", "y")),
+    ],
+)
+def test_a_test_set_beside_arrays_without_train_in_their_names(
+    npz: WriteNpz, test: tuple[str, str], pair: tuple[str, str]
+) -> None:
+    images, labels = numbered(25, 5).values()
+    arrays = {pair[0]: images[:20], pair[1]: labels[:20], test[0]: images[20:], test[1]: labels[20:]}
+    client = own(npz(**arrays))
+    assert (numbers(client.train), numbers(client.test)) == (list(range(20)), list(range(20, 25)))
+    chosen, chosen_labels, names = data.npz_examples(Path(npz(**arrays)), "images")
+    np.testing.assert_array_equal(chosen, images[20:])
+    assert chosen_labels is not None and chosen_labels.tolist() == [0, 1, 2, 3, 4] and names == " and ".join(test)
+    with pytest.raises(DataError, match=f"has {test[0]} but no {test[1]}: add or remove one"):
+        own(npz(**{name: array for name, array in arrays.items() if name != test[1]}))
+
+
+def test_arrays_of_all_images_beside_a_training_set_have_no_test_set(npz: WriteNpz) -> None:
+    images, labels = numbered(10, 2).values()
+    parts = {"x_train": images[:8], "y_train": labels[:8], "x_test": images[8:], "y_test": labels[8:]}
+    client = own(npz(x=images, y=labels, **parts))
+    assert len(client.test) == 2 and sorted(numbers(client.train) + numbers(client.test)) == list(range(10))
+
+
 def test_a_files_test_set_is_the_servers_or_the_clients_own(npz: WriteNpz) -> None:
     train, test = numbered(40, 2), numbered(50, 5)
     path = npz(

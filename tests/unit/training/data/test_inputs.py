@@ -124,6 +124,26 @@ def test_running_text_is_windows_and_the_character_that_follows(tmp_path):
     assert any(speaker in part for part in text)
 
 
+def test_classes_of_texts_are_not_taken_for_next_characters(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("text,label\n" + "".join(f"what he says,{number % 2}\n" for number in range(20)))
+    labelled = config(dataset=str(path), model="char-lstm", text_column="text", classes=2)
+    expected = f'{path}: has labels, but model="char-lstm" predicts the next character: set label-column=""'
+    with pytest.raises(DataError) as refused:
+        sizes(labelled)
+    assert str(refused.value) == expected
+    at_sites = labelled.model_copy(update={"dataset": "local"})
+    with pytest.raises(DataError) as refused:
+        client_inputs(at_sites, {"data-path": str(path)}, client="ward")
+    assert str(refused.value) == f"client ward: {expected}"
+    running = at_sites.model_copy(update={"label_column": ""})
+    assert len(client_inputs(running, {"data-path": str(path)}, client="ward").train)
+    users = {"KING": {"x": ["to be or", "not to b"] * 5, "y": [" ", "e"] * 5}}
+    (tmp_path / "leaf.json").write_text(json.dumps({"users": ["KING"], "user_data": users}))
+    windows = config(dataset=str(tmp_path / "leaf.json"), model="char-lstm", text_length=8)
+    assert sizes(windows) == {"vocabulary": 80} and len(held_out_inputs(windows))
+
+
 def test_numbers_are_what_the_data_has(sequences):
     numbers = config(dataset=sequences, model="linear-attention", partitioner="iid")
     assert numbers.kind == "sequence-regression" and sizes(numbers) == {"features": 4, "outputs": 2}

@@ -187,6 +187,17 @@ def test_a_row_with_more_values_than_the_header_is_refused(tmp_path: Path) -> No
             read(file, **{"text-column": "text"})
 
 
+def test_a_quotation_mark_that_is_not_closed_swallows_no_rows(tmp_path: Path) -> None:
+    file = tmp_path / "t.tsv"
+    file.write_text('text\tlabel\na\t0\n"Oh no, he said\t1\nb\t0\nhe left."\t1\n')
+    with pytest.raises(DataError, match=f"^{file}: the row that ends in line 5 has a cell with tabs and line ends"):
+        read(file, **{"text-column": "text"})
+    file.write_text('text\tlabel\na\t0\n"two\nlines"\t1\n')
+    assert read(file, **{"text-column": "text"}).train.texts == ("a", "two\nlines")
+    (tmp_path / "t.csv").write_text('text,label\na,0\n"two,\nlines",1\n')
+    assert read(tmp_path / "t.csv", **{"text-column": "text"}).train.texts == ("a", "two,\nlines")
+
+
 def test_a_client_divides_its_own_texts_and_keeps_what_belongs_together(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"a": f"text {n}", "b": f"second {n}", "label": n % 3} for n in range(20)]
     client = own(
