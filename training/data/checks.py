@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +12,9 @@ from tepal.training.data.config import DataError, Reading, Shape
 from tepal.training.data.examples import ImageArrays, Source
 from tepal.training.data.formats.images import resized
 from tepal.training.data.stored import StoredArray
+
+A_BYTE = 256
+"""Classes that few images or texts may have: a site may have examples of some of the numbered classes of a run."""
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Images, labels and groups (None for no groups), as in a file."""
@@ -45,7 +48,10 @@ def checked_source(
             f"{origin}: train images are {written(train.images.shape[1:])}, test images "
             f"{written(test.images.shape[1:])}: resize one of them"
         )
-    return Source(train, test, limit or 1 + max(int(part.labels.max()) for part in parts), origin, names)
+    found = 1 + max(int(part.labels.max()) for part in parts)
+    if not limit:
+        check_count(found, [part.labels for part in parts], origin, few=A_BYTE)
+    return Source(train, test, limit or found, origin, names)
 
 
 def checked_arrays(
@@ -93,6 +99,23 @@ def check_labels(labels: NDArray[Any], classes: int, where: str) -> None:
             f"{where}: label {labels[wrong[0]]} (example {wrong[0]}; {len(wrong):,} in all) is out of range: "
             "allowed are "
             + (f"0 to {classes - 1}, since the run has {classes} classes" if classes else "whole numbers from 0 on")
+        )
+
+
+def check_count(
+    classes: int, labels: Sequence[NDArray[Any]], where: str, *, named: bool = False, few: int = 20
+) -> None:
+    """Raise DataError for the labels of all parts that are probably numbered rows or measurements.
+
+    `few`: so many classes are allowed for any number of examples.
+    """
+    count = sum(map(len, labels))
+    if classes > max(few, (count // 2) if named else count):
+        different = len(np.unique(np.concatenate(labels)))
+        raise DataError(
+            f"{where}: {different:,} different values up to class {classes - 1:,} in {count:,} rows, which are hardly "
+            "classes: set label-column to the column of the classes, or write classes as names; if these are "
+            "classes, set classes"
         )
 
 

@@ -43,6 +43,7 @@ from tepal.training.data import (
     text_info,
     unlabelled,
 )
+from tepal.training.data.loading import holds_out
 from tepal.training.data.sources import named_source
 from tepal.training.data.tokens import TokenizerError, Tokens, load_tokenizer
 
@@ -190,7 +191,7 @@ def held_out_inputs(config: InputConfig) -> Inputs | None:
 
 def has_held_out(config: InputConfig) -> bool:
     """Return whether the server has a test set. Raises DataError."""
-    return held_out(config, examples_of(config)) is not None
+    return holds_out(config, examples_of(config))
 
 
 def unlabelled_inputs(config: InputConfig) -> NDArray[Any] | None:
@@ -242,8 +243,7 @@ def _inputs(examples: ImageArrays | Texts | Numbers | LabelledNumbers, config: I
     if isinstance(examples, ImageArrays):
         return Inputs(normalise(examples.images, config.normalise), examples.labels)
     if config.kind == CHARACTERS and examples.labels is None:  # else they are windows already, as in LEAF
-        windows, following = _vocabulary(config).windows(examples.texts)
-        return Inputs(_smallest_dtype(windows), following)
+        return Inputs(*_vocabulary(config).windows(examples.texts, np.uint8))
     values = encoded(examples, config)
     assert examples.labels is not None, "running text has no classes"
     return Inputs(values, examples.labels)

@@ -75,6 +75,11 @@ def held_out(config: DataConfig, kind: type[Kind] = _IMAGES) -> Kind | None:
     return None if config.dataset == LOCAL else _held_out(_named(config, kind), config)
 
 
+def holds_out(config: DataConfig, kind: type[Kind]) -> bool:
+    """Return whether `held_out` returns a test set, without taking its examples. Raises DataError."""
+    return config.dataset != LOCAL and (_named(config, kind).test is not None or config.held_out_fraction > 0)
+
+
 def unlabelled(config: DataConfig, kind: type[Kind] = _IMAGES) -> Kind | None:
     """Return the server's unlabelled examples: `server-share` of the training examples.
 

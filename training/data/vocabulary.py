@@ -8,6 +8,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -41,12 +42,17 @@ class CharVocabulary:
         last = "".join(text[-self.length :].rjust(self.length) for text in whole)
         return self.numbers(last).reshape(len(texts), self.length)
 
-    def windows(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return contexts (n, length) and next characters (n,), for every character after the first of each text."""
-        before, after = [np.empty((0, self.length), np.int64)], [np.empty(0, np.int64)]
+    def windows(
+        self, texts: Sequence[str], dtype: type[np.integer[Any]] = np.int64
+    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return contexts (n, length) and next characters (n,), for every character after the first of each text.
+
+        Contexts take `length` times the memory of a text: with fewer than 257 characters np.uint8 is enough for them.
+        """
+        before, after = [np.empty((0, self.length), dtype)], [np.empty(0, np.int64)]
         for text in texts:
             padded = self.numbers(" " * (self.length - 1) + text)
             if len(text) > 1:
-                before.append(sliding_window_view(padded[:-1], self.length))
+                before.append(sliding_window_view(padded[:-1].astype(dtype), self.length))
                 after.append(padded[self.length :])
         return np.concatenate(before), np.concatenate(after)

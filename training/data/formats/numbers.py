@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tepal.training.data.checks import Arrays, check_labels, checked_groups, written
+from tepal.training.data.checks import Arrays, check_count, check_labels, checked_groups, written
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import LabelledNumbers, Numbers, Source
 from tepal.training.data.labels import labels_of
@@ -57,7 +57,11 @@ def checked_labelled(
     labels, names = labels_of(values, reading, origin)
     classes = reading.classes or len(names) or 1 + int(labels.max(initial=0))
     check_labels(labels, classes if reading.classes or names else 0, origin)
-    _check_classes(classes, len(set(labels.tolist())), names, len(labels), origin, reading)
+    if len(labels) and not reading.classes:
+        where = f"{origin}: column {reading.label_column} (label-column)"
+        if len(set(labels.tolist())) < 2:
+            raise DataError(f"{where} has one class in all rows: a classification needs at least two")
+        check_count(classes, [labels], where, named=bool(names))
     parts, begin = [], 0
     for part, (inputs, own, groups) in arrays.items():
         where = f"{origin}: {part}" if part else origin
@@ -72,23 +76,6 @@ def checked_labelled(
     _check_one_shape([part.inputs for part in parts], "inputs", origin)
     _warn_of_scale(parts[0].inputs, origin, reading, columns)
     return Source(parts[0], parts[1] if len(parts) > 1 else None, classes, origin, names, columns)
-
-
-def _check_classes(
-    classes: int, different: int, names: tuple[str, ...], count: int, where: str, reading: Reading
-) -> None:
-    """Raise DataError for labels that are probably numbered rows or measurements, or all equal."""
-    if reading.classes or not count:
-        return
-    named = f"{where}: column {reading.label_column} (label-column)"
-    if different < 2:
-        raise DataError(f"{named} has one class in all rows: a classification needs at least two")
-    if classes > max(_MOST_CLASSES, (count // 2) if names else count):
-        raise DataError(
-            f"{named} has {different:,} different values up to class {classes - 1:,} in {count:,} rows, which are "
-            "hardly classes: set label-column to the column of the classes, or write classes as names; if these are "
-            "classes, set classes"
-        )
 
 
 def _check_sizes(inputs: NDArray[Any], count: int, what: str, where: str, sizes: Mapping[str, tuple[int, int]]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tepal.training.data.checks import check_labels
+from tepal.training.data.checks import A_BYTE, check_count, check_labels
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import Source, Texts
 from tepal.training.data.formats.files import opened_text
@@ -42,6 +42,8 @@ def checked_texts(
     assert train is not None
     labels = [part.labels for part in parts.values() if part.labels is not None]
     found = 1 + max(int(one.max()) for one in labels) if labels else 0
+    if not limit and labels and train.choices is None:
+        check_count(found, labels, origin, few=A_BYTE)
     return Source(train, test, (limit or found) if labels else 0, origin, names)
 
 
@@ -59,9 +61,10 @@ def passages(text: str, longest: int = LONGEST_PASSAGE) -> list[str]:
             found.append(piece)
             piece = ""
         piece += line
-        while len(piece) > longest:
-            found.append(piece[:longest])
-            piece = piece[longest:]
+        if len(piece) > longest:
+            cut = (len(piece) - 1) // longest * longest
+            found += [piece[at : at + longest] for at in range(0, cut, longest)]
+            piece = piece[cut:]
     return [*found, piece] if piece else found
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import string
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from tepal.training.data import CharVocabulary, DataError, held_out, load_client
 from tepal.training.data.inputs import (
     InputConfig,
     client_inputs,
+    has_held_out,
     held_out_inputs,
     settled,
     sizes,
@@ -91,6 +93,26 @@ def test_images_are_what_the_data_has():
     np.testing.assert_array_equal(client.test.labels, expected.test.labels)
     np.testing.assert_array_equal(held_out_inputs(images).values, held_out(images).images)
     assert client.sizes == sizes(images) and held_out_inputs(config(held_out_fraction=0.0)) is None
+
+
+def test_whether_there_is_a_test_set_is_known_without_a_copy_of_it(tmp_path):
+    images, labels = np.zeros((2000, 1, 28, 28), np.uint8), np.arange(2000) % 2
+    np.savez(tmp_path / "a.npz", x_train=images[:20], y_train=labels[:20], x_test=images, y_test=labels)
+    np.savez(tmp_path / "b.npz", x=images, y=labels)
+    own, drawn, none, local = (
+        config(dataset=str(tmp_path / name) if name else "local", held_out_fraction=share)
+        for name, share in (("a.npz", 0.0), ("b.npz", 0.5), ("b.npz", 0.0), ("", 0.5))
+    )
+    for one in (own, drawn):
+        held_out(one)  # reads the file
+    tracemalloc.start()
+    try:
+        assert [has_held_out(one) for one in (own, drawn, none, local)] == [True, True, False, False]
+        assert tracemalloc.get_traced_memory()[1] < images.nbytes / 4
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(DataError, match="has images, but the model needs texts"):
+        has_held_out(drawn.model_copy(update={"model": "char-lstm"}))
 
 
 def test_texts_are_tokens_of_the_models_own_tokenizer(table, bert):

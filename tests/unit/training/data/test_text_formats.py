@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from tepal.training import data
 from tepal.training.data import (
@@ -251,6 +253,20 @@ def test_texts_in_disorder_are_refused_with_the_site_and_the_file(
         own(file, **{"text-column": "text", "classes": 2, **config})
 
 
+@pytest.mark.parametrize("labels", [[7 + n * 100_000 for n in range(40)], [f"patient {n}" for n in range(40)]])
+def test_a_column_of_ids_is_not_taken_for_classes(tmp_path: Path, labels: list[object]) -> None:
+    Image.new("L", (4, 4)).save(tmp_path / "a.png")
+    rows = [{"image": "a.png", "text": "a", "label": label} for label in labels]
+    file = json_lines(tmp_path / "t.jsonl", rows)
+    last = 39 if isinstance(labels[0], str) else 3_900_007
+    for columns in ({}, {"text-column": "text"}):
+        with pytest.raises(DataError, match=f"40 different values up to class {last:,} in 40 rows, .* hardly"):
+            read(file, **columns)
+        assert read(file, **columns, classes=last + 1).classes == last + 1
+    few = json_lines(tmp_path / "few.jsonl", [{**rows[0], "label": 255}, {**rows[0], "label": 0}])
+    assert read(few).classes == read(few, **{"text-column": "text"}).classes == 256
+
+
 def test_texts_where_images_are_wanted_and_the_reverse(tmp_path: Path) -> None:
     file = json_lines(tmp_path / "t.jsonl", [{"text": "a", "label": 0}, {"text": "b", "label": 1}])
     config = config_of(file, **{"text-column": "text"})
@@ -318,6 +334,14 @@ def test_passages_are_the_whole_text_and_end_with_lines(text: str, longest: int)
     assert "".join(found) == text and all(1 <= len(one) <= longest for one in found)
     short = all(len(line) <= longest for line in text.splitlines(keepends=True))
     assert not short or all(one.endswith("\n") for one in found[:-1])
+
+
+def test_a_text_of_one_long_line_is_cut_in_time() -> None:
+    """A copy of the rest for each passage would take seconds."""
+    text, begun = "abc" * 10**6, time.process_time()
+    found = passages(text + "\nend\n")
+    assert time.process_time() - begun < 1
+    assert found == [text[at : at + 400] for at in range(0, len(text), 400)] + ["\nend\n"]
 
 
 def test_roles_of_several_plays_are_groups_by_two_columns(tmp_path: Path) -> None:
@@ -451,6 +475,8 @@ def test_windows_are_what_comes_before_each_character(texts: list[str], length: 
         ((" " * length + text[:place])[-length:], text[place]) for text in known for place in range(1, len(text))
     ]
     assert inputs.shape == (len(expected), length) and inputs.dtype == labels.dtype == np.int64
+    small, following = vocabulary.windows(texts, np.uint8)
+    assert small.dtype == np.uint8 and following.dtype == np.int64 and np.array_equal(small, inputs)
     for row, label, (before, character) in zip(inputs, labels, expected, strict=True):
         assert "".join(vocabulary.characters[n] for n in row) == before and vocabulary.characters[label] == character
 
