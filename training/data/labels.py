@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Sequence
+from functools import cache
+from logging import getLogger
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tepal.training.data.config import DataError, Reading
+
+log = getLogger("flwr")
 
 _SHOWN = 20  # names in a message
 
@@ -84,6 +88,17 @@ def names_of_numbers(names: Sequence[str]) -> tuple[str, ...]:
     found = tuple(name_of(name.strip()) for name in names)
     named = all(name and "," not in name and _number(name) is None for name in found)
     return found if named and len(set(found)) == len(found) else ()
+
+
+@cache
+def remark_own_names(origin: str, names: tuple[str, ...]) -> None:
+    """Warn once of names whose order at another site may be another one: they are not the numbers of the classes."""
+    if names != tuple(map(str, range(len(names)))):
+        log.warning(
+            "%s: its classes are named (%s%s), and the run has no class-names: labels are positions in the sorted "
+            "names, so every site must have the same names. Set class-names in the run config.",
+            origin, ", ".join(names[:_SHOWN]), ", …" if len(names) > _SHOWN else "",
+        )  # fmt: skip
 
 
 def _name_in(value: Any, row: int, reading: Reading, where: str) -> str:

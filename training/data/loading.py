@@ -29,6 +29,7 @@ from tepal.training.data.examples import (
 from tepal.training.data.formats.named import PLAIN, read_to_predict
 from tepal.training.data.hub import HUB
 from tepal.training.data.known import KNOWN, reading_of
+from tepal.training.data.labels import remark_own_names
 from tepal.training.data.normalisation import check_normalise, written_statistics
 from tepal.training.data.partitions import divide
 from tepal.training.data.sources import named_source, path_source, reading_for, stamp
@@ -317,7 +318,10 @@ def _client_source(
     """
     if path := node_config.get("data-path"):
         try:
-            own = path_source(str(path), reading_for(config, kind))
+            reading = reading_for(config, kind)
+            own = path_source(str(path), reading)
+            if not reading.class_names:
+                remark_own_names(own.origin, own.class_names)
             indices = np.arange(len(own.train))
             if own.test is not None:
                 return own, indices, None, own.origin

@@ -803,6 +803,22 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
         own(tmp_path, **{"unreadable-images": 0})
 
 
+def test_a_site_whose_names_are_not_the_runs_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("named/cat", "named/dog", "numbered/0", "numbered/1"):
+        for number in range(2):
+            paint(tmp_path / name / f"{number}.png", number)
+    own(tmp_path / "named", **{"class-names": "cat,dog"})
+    own(tmp_path / "numbered")
+    assert not caplog.records
+    for seed in (1, 2):
+        own(tmp_path / "named", seed=seed)
+    (said,) = (one.getMessage() for one in caplog.records)
+    assert said == (
+        f"{tmp_path}/named: its classes are named (cat, dog), and the run has no class-names: labels are positions in "
+        "the sorted names, so every site must have the same names. Set class-names in the run config."
+    )
+
+
 def test_a_site_whose_images_grow_is_told_once_that_its_tests_are_drawn_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -812,16 +828,17 @@ def test_a_site_whose_images_grow_is_told_once_that_its_tests_are_drawn_anew(
     for number in range(10):
         paint(tmp_path / "site" / "a" / f"{number:02}.png", number)
         paint(tmp_path / "divided" / ("test" if number > 7 else "train") / "a" / f"{number:02}.png", number)
-    before = greys(own(tmp_path / "site").test)
+    named = {"class-names": "a"}
+    before = greys(own(tmp_path / "site", **named).test)
     for path in ("site", "divided"):
-        own(tmp_path / path)
+        own(tmp_path / path, **named)
     assert not caplog.records
     for number in (10, 11):
         paint(tmp_path / "site" / "a" / f"{number}.png", number)
         paint(tmp_path / "divided" / "train" / "a" / f"{number}.png", number)
-        now = own(tmp_path / "site")
+        now = own(tmp_path / "site", **named)
         assert before & greys(now.train), "otherwise there is nothing to be told"
-        assert greys(own(tmp_path / "divided").test) == {8, 9}
+        assert greys(own(tmp_path / "divided", **named).test) == {8, 9}
     (said,) = (one.getMessage() for one in caplog.records)
     assert said.startswith(f"Client ward-3: {tmp_path}/site has 11 examples, and had 10 before, so that its test exam")
 
