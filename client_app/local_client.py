@@ -25,7 +25,7 @@ from tepal.models.initial import PATTERNS, patterns_of
 from tepal.training.augmentation import Augmentation
 from tepal.training.config import TrainingConfig
 from tepal.training.data import dataset_stamp, own_stamp
-from tepal.training.data.inputs import FOUND_NAMES, ClientInputs, InputConfig, client_inputs, written_sizes
+from tepal.training.data.inputs import FOUND_NAMES, FOUND_SHAPE, ClientInputs, InputConfig, client_inputs, written_sizes
 from tepal.training.loop import Batches, device_of, norm_without_variance
 from tepal.training.node_settings import with_own_settings
 from tepal.training.tasks import TASKS, Task
@@ -61,8 +61,9 @@ class LocalClient:
         # In an introduction the plan has no name yet.
         name = (found.plan.client if found else "") or own_name(context)
         settings: dict[str, Any] = {**context.run_config, **records_of(msg.content, ConfigRecord).get("config", {})}
-        if context.node_config.get("data-path") and not settings.get("class-names"):
-            settings["class-names"] = settings.get(FOUND_NAMES, "")
+        if context.node_config.get("data-path"):
+            for key, found_key in (("class-names", FOUND_NAMES), ("image-shape", FOUND_SHAPE)):
+                settings[key] = settings.get(key) or settings.get(found_key, "")
         training = with_own_settings(settings, context.node_config, factor=float(settings.get(RATE_FACTOR, 1.0)))
         if training.deterministic:
             torch.set_num_threads(1)

@@ -46,7 +46,14 @@ from tepal.strategies.rounds.checkpoint import Checkpoints
 from tepal.strategies.rounds.state_json import CheckpointError
 from tepal.strategies.rounds.travel import segments
 from tepal.training.data import DataError
-from tepal.training.data.inputs import FOUND_NAMES, settled, unlabelled_inputs, written_names, written_sizes
+from tepal.training.data.inputs import (
+    FOUND_NAMES,
+    found_shape,
+    settled,
+    unlabelled_inputs,
+    written_names,
+    written_sizes,
+)
 from tepal.training.data.tokens import TokenizerError
 from tepal.training.tasks import TASKS
 
@@ -177,7 +184,7 @@ def _start(
     changed = {key: value for key, value in config.flat.items() if key not in own and values.get(key, value) != value}
     if not config.data.names and (names := written_names(config.data)):
         changed[FOUND_NAMES] = names["class-names"]
-    changed |= settled(config.data)
+    changed |= {**settled(config.data), **found_shape(config.data)}
     settings = ConfigRecord({**changed, **config.training.model_dump(by_alias=True)})
     evaluate = None if strategy.method.eval_metrics_of == "personal" else server_evaluation(config, model)
     strategy.best = best_model(config, strategy, on_server=evaluate is not None)

@@ -147,6 +147,20 @@ FOUND_NAMES = "class-names-found"
 """Key under which the server sends the class names of the run's dataset: a client's own data may have a subset."""
 
 
+FOUND_SHAPE = "image-shape-found"
+"""Key under which the server sends the shape of the run's images: a client's own are converted to it."""
+
+
+def found_shape(config: InputConfig) -> dict[str, str]:
+    """Return the shape of the run's images for clients with their own; {} with `image-shape`, or for other data.
+
+    Raises DataError.
+    """
+    if config.kind != IMAGES or config.dataset == LOCAL or config.image_shape:
+        return {}
+    return {FOUND_SHAPE: written_sizes(sizes(config))["image-shape"]}
+
+
 def written_names(config: InputConfig) -> dict[str, str]:
     """Return the class names for a model file's metadata; an empty dict if there are none, or one has a comma.
 

@@ -90,6 +90,24 @@ def test_names_that_are_none_of_the_runs_are_refused_with_the_site_and_its_file(
         local_client.client_inputs(config, {"data-path": str(tmp_path / "t.jsonl")}, client="ward")
 
 
+def test_a_sites_images_are_converted_to_the_shape_of_the_runs_dataset(tmp_path, monkeypatch):
+    """A model that pools its features would train at any size, and then has the same layout."""
+    labels = np.arange(12) % 3
+    for name, side in (("server", 32), ("site", 96)):
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((12, side, side, 3), np.uint8), y=labels)
+    of, seen = local_client.LocalClient.of, []
+
+    def watched(msg, context):
+        client = of(msg, context)
+        seen.append((client.sizes["image_shape"], tuple(client.batches.inputs.shape[1:])))
+        return client
+
+    monkeypatch.setattr(local_client.LocalClient, "of", watched)
+    paths = [str(tmp_path / "site.npz")]
+    said = refused(tmp_path, monkeypatch, paths, dataset=str(tmp_path / "server.npz"), model="resnet-20", batch_size=4)
+    assert not said and set(seen) == {((3, 32, 32), (3, 32, 32))}
+
+
 @pytest.mark.parametrize("named", ["", "site-1", "site-1@7", "site-1@7@19"])
 def test_a_sites_tests_are_the_same_whatever_its_node_id(tmp_path, monkeypatch, named):
     """`named`: the name that the server has given; without one, nodes 5 and 6 have their ids alone."""
