@@ -222,7 +222,8 @@ class ClientCache:
         with usage_of(self.root) as usage:
             with contextlib.suppress(OSError):
                 content = self._content / content_of(link.name)
-                if content.samefile(link):
+                # With one link it is no client's, or the file system has no hard links, and `link` is a copy of it.
+                if content.samefile(link) or content.stat().st_nlink == 1:
                     usage.remove(content)
             with contextlib.suppress(OSError):
                 link.unlink()
@@ -255,5 +256,6 @@ def _link(content: Path, link: Path) -> None:
             os.link(content, link)
     except FileNotFoundError:
         raise
-    except OSError:  # a file system without hard links
-        shutil.copyfile(content, link)
+    except OSError:  # a file system without hard links, or one with too many to this file
+        with replacing(link) as partial:
+            shutil.copyfile(content, partial)

@@ -46,7 +46,12 @@ class Usage:
         """Time of the last listing; 0: never."""
 
     def make_room(self, nbytes: int, limit: int) -> None:
-        """Count `nbytes` more, and remove the least recently used parts of all experiments if they exceed the limit."""
+        """Count `nbytes` more, and remove the least recently used parts of all experiments if they exceed the limit.
+
+        Raises OSError if they alone exceed it.
+        """
+        if nbytes > limit:
+            raise OSError(f"it takes {nbytes:,} bytes, and cache-megabytes allows {limit:,} for all parts")
         if self.nbytes + nbytes > limit or not 0 <= time.time() - self.listed < _LISTED_EVERY:
             self._evict(nbytes, limit)
         self.nbytes += nbytes
@@ -136,23 +141,29 @@ def _listed(root: Path) -> Iterator[_Content]:
     """The parts of all experiments. Removes content that no client links to, and files of killed processes.
 
     A link whose content has no name any more (a process was killed while it removed both) gets one again, so that the
-    part is counted, and removed in its turn.
+    part is counted, and removed in its turn. On a file system without hard links they are copies, which are counted,
+    too.
     """
     for folder in root.glob(f"*/{CONTENT}"):
         remove_unfinished(folder)
-        links = {content_of(link.name): link for link in _links(folder.parent)}
+        links: dict[str, list[Path]] = {}
+        for link in _links(folder.parent):
+            links.setdefault(content_of(link.name), []).append(link)
         before = time.time() - _BETWEEN
         for path, found in _scanned(folder):
             if path.name not in links and max(found.st_mtime, found.st_ctime) < before:
                 _unlink(path)
                 continue
-            links.pop(path.name, None)
-            yield _Content(found.st_mtime, found.st_size, path)
-        for name, link in links.items():
-            with contextlib.suppress(OSError):  # removed, or on a file system without hard links
-                os.link(link, folder / name)
-                found = link.stat()
-                yield _Content(found.st_mtime, found.st_size, folder / name)
+            some = links.pop(path.name, [])
+            files = 1 + len(some) if found.st_nlink == 1 else 1
+            yield _Content(found.st_mtime, files * found.st_size, path)
+        for name, some in links.items():
+            with contextlib.suppress(OSError):  # removed
+                found, files = some[0].stat(), len(some)
+                with contextlib.suppress(OSError):
+                    os.link(some[0], folder / name)
+                    files = 1
+                yield _Content(found.st_mtime, files * found.st_size, folder / name)
 
 
 def _scanned(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

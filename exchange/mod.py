@@ -319,7 +319,7 @@ class _ClientExchange:
                 value = trees[tree][entry.name]
             if entry.name in wanted:
                 returned[entry.name] = value
-            if is_model and entry.name not in trains and not np.array_equal(value, trees[tree][entry.name]):
+            if is_model and entry.name not in trains and not _equal(value, trees[tree][entry.name]):
                 changed.append(entry.name)
         if changed:
             raise _Refusal(_CHANGED.format(count=len(changed), first=changed[0]))
@@ -354,6 +354,11 @@ class _ClientExchange:
         header = header.unchecked() if is_local(self.msg) else header.with_checksum(carried)
         carried[RECORD] = header.to_record()
         return Message(carried, reply_to=self.msg)
+
+
+def _equal(value: np.ndarray, before: np.ndarray) -> bool:
+    """Whether two arrays have the same values, among which NaN may be."""
+    return np.array_equal(value, before) or (value.dtype.kind in "fc" and np.array_equal(value, before, equal_nan=True))
 
 
 class _Refusal(Exception):

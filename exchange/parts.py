@@ -170,10 +170,9 @@ class Piece:
         return sum(math.prod(shape) for _, _, shape in self.items)
 
     def floats(self, written: Callable[[str], np.ndarray]) -> np.ndarray:
-        """The values to encode, in float32."""
-        if len(self.items) == 1:
-            return np.asarray(written(self.items[0][0]), np.float32)
-        return np.concatenate([np.asarray(written(name), np.float32).reshape(-1) for name, _, _ in self.items])
+        """The values to encode, in float32. Raises EncodingError for a float64 beyond its range."""
+        values = [_in_float32(name, written(name)) for name, _, _ in self.items]
+        return values[0] if len(values) == 1 else np.concatenate([value.reshape(-1) for value in values])
 
     def arrays(self, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """Name and array of each of the arrays in what was decoded. Several are views of it."""
@@ -182,6 +181,14 @@ class Piece:
             stop = start + math.prod(shape)
             yield name, flat[start:stop].reshape(shape).astype(np.dtype(dtype), copy=False)
             start = stop
+
+
+def _in_float32(name: str, value: np.ndarray) -> np.ndarray:
+    try:
+        with np.errstate(over="raise"):
+            return np.asarray(value, np.float32)
+    except FloatingPointError as error:
+        raise EncodingError(f"entry {name!r} cannot be sent encoded: it has values beyond float32's range") from error
 
 
 def pieces_of(shaped: Iterable[Shaped], wire: Wire) -> list[Piece]:
@@ -249,8 +256,9 @@ def _packed(
         if (coder := piece.coder) is None:
             packed.append(raw_bytes(written(name)))
             continue
+        values = piece.floats(written)
         try:
-            packed.append(coder.write(piece.floats(written), random))
+            packed.append(coder.write(values, random))
         except EncodingError as error:
             raise EncodingError(f"entry {name!r} cannot be sent as {wire.dtype}: {error}") from error
     return packed

@@ -207,7 +207,8 @@ class EncodingConfig(BaseModel):
         "place of auto",
     )
     reference_megabytes: float = Field(
-        8000.0, gt=0, description="most that the server keeps on disk of what clients have, to send them changes"
+        8000.0, gt=0, description="what the server keeps on disk of what clients have, to send them changes, at most; "
+        "what a round sends is kept in any case",
     )
     left_out: float = Field(
         0.6, ge=0, lt=1, description="share of the squared norm of a round's changes that auto leaves out (sends as 0)"

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -133,17 +134,18 @@ class UpdateNorms:
         for have, usual in self._updates(norms):
             least = _SMALLEST * math.hypot(*usual)
             found += [_over(norm, max(of_block, least)) for norm, of_block in zip(have, usual, strict=True)]
-        value: list[tuple[float, float, float]] = []  # norms of each block: its values', the usual one, its update's
+        values: dict[str, list[tuple[float, float, float]]] = {}  # of blocks: norm of values, the usual, of the update
         for key, norm in norms.items():
             what, known = key.partition("/")[0], self._usual(key)
             if what == INTEGER and known is not None:
                 found.append(_over(norm, max(known, 1.0)))
             of_update = self._usual(key.replace(VALUE, UPDATE, 1)) if what == VALUE else None
-            if known is not None and of_update is not None:
-                value.append((norm, known, of_update))
-        if value:
-            of_values, expected, of_update = (math.hypot(*each) for each in zip(*value, strict=True))
-            if math.isfinite(expected):
+            if known is not None and of_update is not None and math.isfinite(known):
+                values.setdefault(key.split("/")[1], []).append((norm, known, of_update))
+        # Parameters and statistics also apart: a mask of huge numbers would hide all changes of parameters.
+        for blocks in (*values.values(), list(chain(*values.values()))):
+            if blocks:
+                of_values, expected, of_update = (math.hypot(*each) for each in zip(*blocks, strict=True))
                 found.append(_over(of_values - expected, of_update))
         return max(found)
 

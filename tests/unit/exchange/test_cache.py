@@ -91,6 +91,61 @@ def test_a_damaged_file_is_dropped_and_can_be_kept_again(cache, tmp_path, harm):
     assert cache.find(part).keys() == values.keys()
 
 
+@pytest.fixture
+def no_links(monkeypatch):
+    """A file system without hard links."""
+
+    def refused(*paths, **how):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+
+
+def test_without_hard_links_damaged_content_is_not_copied_again(cache, tmp_path, no_links):
+    values = values_of(1)
+    part = part_of(values)
+    cache.keep(part, values)
+    files = [*tmp_path.rglob("*.safetensors")]
+    assert len(files) == 2, "the content, and the client's copy of it"
+    for file in files:
+        with file.open("r+b") as damaged:
+            damaged.seek(-3, os.SEEK_END)
+            damaged.write(b"xxx")
+    assert cache.find(part) == {} and not [*tmp_path.rglob("*.safetensors")]
+    cache.keep(part, values)
+    assert cache.find(part).keys() == values.keys()
+
+
+def test_without_hard_links_the_copies_of_ended_runs_are_removed(tmp_path, no_links, monkeypatch):
+    monkeypatch.setattr(cache_usage, "_LISTED_EVERY", 0)
+    size = 4 * 10_000 + 1000
+    for run in range(6):
+        for client in range(3):
+            values = values_of(10 * run + client, 10_000)
+            ClientCache(tmp_path, f"run-{run}", f"c{client}", limit=8 * size).keep(part_of(values), values)
+    assert disk(tmp_path) <= 8 * size + 2 * size, "the last one was written after the limit was met, and copied"
+
+
+def test_a_copy_that_does_not_fit_on_the_disk_is_no_part(cache, tmp_path, no_links, monkeypatch):
+    def full(source, target):
+        target.write_bytes(source.read_bytes()[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    values = values_of(1)
+    cache.keep(part_of(values), values)
+    assert cache.holds() == () and "cannot be cached" in cache.notes[0]
+
+
+def test_a_part_that_is_larger_than_the_limit_evicts_nothing(tmp_path):
+    small, large = values_of(1), values_of(2, 100_000)
+    cache = ClientCache(tmp_path, "e", "c", limit=10_000)
+    cache.keep(part_of(small, "small"), small)
+    cache.keep(part_of(large, "large"), large)
+    assert cache.holds() == (part_of(small, "small").id,)
+    assert disk(tmp_path) < 10_000 and "cache-megabytes allows 10,000" in cache.notes[0]
+
+
 def test_parts_of_an_unfinished_exchange_are_found_and_then_dropped(cache):
     values = values_of(1)
     cache.keep(part_of(values), values, waiting=True)

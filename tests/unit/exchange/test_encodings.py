@@ -1,5 +1,6 @@
 """Codecs, one matrix at a time: against torch, against brute force, and against bytes that nobody wrote."""
 
+import contextlib
 import math
 import zlib
 
@@ -58,6 +59,16 @@ def test_a_value_beyond_float16_is_refused_in_words():
         pack({"w": np.full((2, 2), 7e4, np.float32)}, ["w"], Wire("float16"))
     read = there_and_back(CODECS["float16"], np.array([[np.inf, np.nan]], np.float32))
     assert not np.isfinite(read).any(), "a client that diverged is refused by the server, and not by this"
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float32"])
+def test_a_value_beyond_float32_is_refused_in_words(dtype):
+    beyond, infinite = np.full((20, 20), 1e39), np.full((20, 20), np.inf)
+    wire = Wire(dtype, differences=True, left_out=0.5 if dtype == "auto" else 0.0)
+    with pytest.raises(EncodingError, match=r"'w' cannot be sent encoded: .* beyond float32's range"):
+        pack({"w": beyond}, ["w"], wire)
+    with contextlib.suppress(EncodingError):
+        pack({"w": infinite}, ["w"], wire)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

@@ -567,6 +567,23 @@ def test_weights_are_not_hidden_beside_statistics_that_change_much_more():
         assert norms.ratio(of_reply) == pytest.approx(ratio) and norms.excess(of_reply) == pytest.approx(ratio)
 
 
+@pytest.mark.parametrize("mask", [-1e9 * 128, -math.inf])
+def test_weights_are_not_hidden_beside_a_constant_of_huge_values(mask):
+    """Such as a causal mask of 128 x 128. Its squares are beyond float32 for the least value of float32: inf."""
+    norms = UpdateNorms({"layer": ("weight", "mask")}, ["mask"])
+
+    def reply(value):
+        squares, values = {"weight": 1.0, "mask": 0.0}, {"weight": value**2, "mask": mask**2}
+        return Reply(client="", parts={}, examples=1, metrics={}, squares={"model": squares}, value_squares=values)
+
+    norms.begin()
+    for k in range(4):
+        norms.enter(f"client-{k}", norms.of(reply(30.0), "model"))
+    norms.begin()
+    assert norms.excess(norms.of(reply(30.5), "model")) == 1
+    assert norms.excess(norms.of(reply(1e6), "model")) == pytest.approx(1e6 - 30)
+
+
 @pytest.mark.parametrize("given_model", [False, True])
 def test_the_weights_of_a_model_with_batch_norm_are_clipped_to_what_is_usual(given_model):
     """Two of seven clients return the honest statistics, and ten times the honest change of the weights, backwards."""
