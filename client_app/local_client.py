@@ -138,7 +138,8 @@ class LocalClient:
 def _described(settings: Mapping[str, Any]) -> dict[str, str]:
     found = {key: str(settings.get(key, "")) for key in ("model", "feature-columns", "normalise")}
     found["class-names"] = str(settings.get("class-names") or settings.get(FOUND_NAMES, ""))
-    found["config"] = json.dumps(settings, default=str)
+    of_messages = (FOUND_NAMES, FOUND_SHAPE, "server-round")
+    found["config"] = json.dumps({k: v for k, v in settings.items() if k not in of_messages}, default=str)
     return {key: value for key, value in found.items() if value}
 
 

@@ -46,12 +46,7 @@ class Usage:
         """Time of the last listing; 0: never."""
 
     def make_room(self, nbytes: int, limit: int) -> None:
-        """Count `nbytes` more, and remove the least recently used parts of all experiments if they exceed the limit.
-
-        Raises OSError if they alone exceed it.
-        """
-        if nbytes > limit:
-            raise OSError(f"it takes {nbytes:,} bytes, and cache-megabytes allows {limit:,} for all parts")
+        """Count `nbytes` more, and remove the least recently used parts of all experiments if they exceed the limit."""
         if self.nbytes + nbytes > limit or not 0 <= time.time() - self.listed < _LISTED_EVERY:
             self._evict(nbytes, limit)
         self.nbytes += nbytes

@@ -57,7 +57,7 @@ def export_folder(delivered: Delivered, folder: Path) -> HuggingFaceFolder:
         raise ExportError(f"--output {folder}: the folder {folder.absolute().parent} does not exist")
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ExportError(f"--output {folder}: exists and is not an empty folder: remove it, or name another one")
-    if folder.absolute() == Path.cwd():  # it would be replaced, and a shell would stay in the one that was removed
+    if folder.resolve() == Path.cwd().resolve():  # replaced, it would no longer be that of the user's shell
         raise ExportError(f"--output {folder}: is the current folder: name it from the folder above, or name a new one")
     loads_with, own = _class_of(delivered)
     delivered.model(next(iter(delivered.predictor.states())))

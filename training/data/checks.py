@@ -13,8 +13,9 @@ from tepal.training.data.examples import ImageArrays, Source
 from tepal.training.data.formats.images import resized
 from tepal.training.data.stored import StoredArray
 
-A_BYTE = 256
-"""Classes that few images or texts may have: a site may have examples of some of the numbered classes of a run."""
+_FEW, _FOR_EACH = 256, 10
+"""Numbered classes that images or texts may have, however few; and beyond, for each of them. A site may have examples
+of some of a run's classes."""
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]
 """Images, labels and groups (None for no groups), as in a file."""
@@ -50,7 +51,7 @@ def checked_source(
         )
     found = 1 + max(int(part.labels.max()) for part in parts)
     if not limit:
-        check_count(found, [part.labels for part in parts], origin, few=A_BYTE)
+        check_numbers(found, [part.labels for part in parts], origin)
     return Source(train, test, limit or found, origin, names)
 
 
@@ -102,15 +103,15 @@ def check_labels(labels: NDArray[Any], classes: int, where: str) -> None:
         )
 
 
-def check_count(
-    classes: int, labels: Sequence[NDArray[Any]], where: str, *, named: bool = False, few: int = 20
-) -> None:
-    """Raise DataError for the labels of all parts that are probably numbered rows or measurements.
+def check_numbers(classes: int, labels: Sequence[NDArray[Any]], where: str) -> None:
+    """Raise DataError for numbered labels of images or texts that are probably ids."""
+    check_count(classes, labels, where, most=max(_FEW, _FOR_EACH * sum(map(len, labels))))
 
-    `few`: so many classes are allowed for any number of examples.
-    """
+
+def check_count(classes: int, labels: Sequence[NDArray[Any]], where: str, *, most: int) -> None:
+    """Raise DataError for more than so many classes: the labels of all parts are then rather ids or measurements."""
     count = sum(map(len, labels))
-    if classes > max(few, (count // 2) if named else count):
+    if classes > most:
         different = len(np.unique(np.concatenate(labels)))
         raise DataError(
             f"{where}: {different:,} different values up to class {classes - 1:,} in {count:,} rows, which are hardly "

@@ -76,7 +76,12 @@ def labels_of(values: Sequence[Any], reading: Reading, where: str) -> tuple[NDAr
 
 def _are_labels(names: Sequence[str], reading: Reading) -> bool:
     """Return whether all names are labels, written as whole numbers."""
-    return all(map(_is_whole, names)) and not any(_number(name) is not None for name in reading.class_names)
+    return all(map(_is_whole, names)) and not names_a_number(reading)
+
+
+def names_a_number(reading: Reading) -> bool:
+    """Return whether one of `class-names` is a number, so that all labels are names."""
+    return any(_number(name) is not None for name in reading.class_names)
 
 
 def names_of_numbers(names: Sequence[str]) -> tuple[str, ...]:

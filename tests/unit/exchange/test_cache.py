@@ -137,15 +137,6 @@ def test_a_copy_that_does_not_fit_on_the_disk_is_no_part(cache, tmp_path, no_lin
     assert cache.holds() == () and "cannot be cached" in cache.notes[0]
 
 
-def test_a_part_that_is_larger_than_the_limit_evicts_nothing(tmp_path):
-    small, large = values_of(1), values_of(2, 100_000)
-    cache = ClientCache(tmp_path, "e", "c", limit=10_000)
-    cache.keep(part_of(small, "small"), small)
-    cache.keep(part_of(large, "large"), large)
-    assert cache.holds() == (part_of(small, "small").id,)
-    assert disk(tmp_path) < 10_000 and "cache-megabytes allows 10,000" in cache.notes[0]
-
-
 def test_parts_of_an_unfinished_exchange_are_found_and_then_dropped(cache):
     values = values_of(1)
     cache.keep(part_of(values), values, waiting=True)

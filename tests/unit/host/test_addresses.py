@@ -140,19 +140,14 @@ def test_grpc_keeps_a_list_of_its_own(monkeypatch, own):
 
 
 @pytest.mark.parametrize("client", ["client-1", "client-2", "client-3"])
-def test_the_clients_of_compose_ask_their_server_directly_whatever_proxy_docker_names(server, monkeypatch, client):
-    proxy, through = server()
-    monkeypatch.setenv("https_proxy", f"http://{proxy}")
+def test_the_clients_of_compose_ask_their_server_directly_whatever_proxy_docker_names(monkeypatch, client):
+    monkeypatch.setenv("https_proxy", "http://proxy.example.org:3128")
     monkeypatch.setenv("no_proxy", "intranet.example.org")
     found = yaml.safe_load((ROOT / "docker/compose.yml").read_text())["services"]
     for name, value in found[client]["environment"].items():
         monkeypatch.setenv(name, value)
-    for name, value in without_proxy().items():
-        monkeypatch.setenv(name, value)
     (host,) = re.findall(r"--host (\S+)", "".join(found["provision"]["command"]))
-    with grpc.insecure_channel(f"{host}:{free_port()}") as channel, pytest.raises(grpc.RpcError):
-        channel.unary_unary("/tepal/Ask")(b"", timeout=10)
-    assert through == []
+    assert host in without_proxy()["no_grpc_proxy"].split(",")
 
 
 # ---- ports -------------------------------------------------------------------------------------------------------

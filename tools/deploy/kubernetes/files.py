@@ -79,16 +79,21 @@ def write(
 def _check_bundles(output: Path, files: Sequence[Path]) -> None:
     """Raise ProvisionError if one of these files, with Secrets, would be in the bundle of an app around `output`."""
     here = output.resolve()
+    for app in filter(_is_readable_app, (here, *here.parents)) if files else ():
+        for path in files:
+            if in_bundle(app, here.relative_to(app) / path.relative_to(output)):
+                raise ProvisionError(
+                    f"{path} would have a Secret and be in the bundle of the Flower app {app}, which every site "
+                    f"receives: name a folder elsewhere with --output, or add this one to {app / '.gitignore'}"
+                )
+
+
+def _is_readable_app(folder: Path) -> bool:
+    """Whether a folder is a Flower app's. Of a folder above, pyproject.toml may be anything: then it is none."""
     try:
-        for app in filter(is_app, (here, *here.parents)):
-            for path in files:
-                if in_bundle(app, here.relative_to(app) / path.relative_to(output)):
-                    raise ProvisionError(
-                        f"{path} would have a Secret and be in the bundle of the Flower app {app}, which every site "
-                        f"receives: name a folder elsewhere with --output, or add this one to {app / '.gitignore'}"
-                    )
-    except RunError as error:
-        raise ProvisionError(str(error)) from error
+        return is_app(folder)
+    except (RunError, OSError, ValueError, TypeError, AttributeError):
+        return False
 
 
 def _hide(folder: Path) -> None:

@@ -22,7 +22,7 @@ from tepal.training.data.checks import checked_source
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import ImageArrays, LabelledNumbers, Numbers, Source
 from tepal.training.data.formats.numbers import checked_labelled, checked_numbers
-from tepal.training.data.labels import labels_of
+from tepal.training.data.labels import labels_of, names_a_number
 from tepal.training.data.stored import stored_array
 
 NPZ_PAIRS = (
@@ -72,7 +72,7 @@ def read_npz(path: Path, reading: Reading) -> Source[ImageArrays] | Source[Numbe
     if reading.numbers:
         return checked_numbers(arrays, str(path), reading)
     for part, (images, own, groups) in arrays.items():
-        if reading.class_names and own.dtype.kind in "iu":  # one of the names may be a number
+        if own.dtype.kind in "iu" and own.size == len(own) and names_a_number(reading):
             labels, _ = labels_of(labels_in(own, path), reading, f"{path}: {part}")
             arrays[part] = images, labels, groups
     return checked_source(arrays, str(path), reading)

@@ -61,7 +61,8 @@ def checked_labelled(
         where = f"{origin}: column {reading.label_column} (label-column)"
         if len(set(labels.tolist())) < 2:
             raise DataError(f"{where} has one class in all rows: a classification needs at least two")
-        check_count(classes, [labels], where, named=bool(names))
+        most = max(_MOST_CLASSES, len(labels) // 2 if names else len(labels))
+        check_count(classes, [labels], where, most=most)
     parts, begin = [], 0
     for part, (inputs, own, groups) in arrays.items():
         where = f"{origin}: {part}" if part else origin

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tepal.host.toml import separated
-from tepal.training.data.checks import Arrays, check_count, checked_source
+from tepal.training.data.checks import Arrays, checked_source
 from tepal.training.data.config import EVERY, DataError, Reading
 from tepal.training.data.examples import AnySource, ImageArrays, LabelledNumbers, Numbers, Source, Texts
 from tepal.training.data.formats.choices import choices_of
@@ -178,8 +178,6 @@ def _labels(
     """Return each part's labels, and the class names of all parts, if there are names."""
     columns = {part: table[reading.label_column] for part, table in tables.items()}
     labels, names = labels_of([value for column in columns.values() for value in column], reading, origin)
-    if names and not reading.classes:
-        check_count(len(names), [labels], f"{origin}: column {reading.label_column}", named=True)
     ends = np.cumsum([len(column) for column in columns.values()])
     return dict(zip(columns, np.split(labels, ends[:-1]), strict=True)), names
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tepal.training.data.checks import A_BYTE, check_count, check_labels
+from tepal.training.data.checks import check_labels, check_numbers
 from tepal.training.data.config import DataError, Reading
 from tepal.training.data.examples import Source, Texts
 from tepal.training.data.formats.files import opened_text
@@ -43,7 +43,7 @@ def checked_texts(
     labels = [part.labels for part in parts.values() if part.labels is not None]
     found = 1 + max(int(one.max()) for one in labels) if labels else 0
     if not limit and labels and train.choices is None:
-        check_count(found, labels, origin, few=A_BYTE)
+        check_numbers(found, labels, origin)
     return Source(train, test, (limit or found) if labels else 0, origin, names)
 
 
